@@ -24,7 +24,7 @@ from vllm_omni.planning.cost import (
     weight_bytes,
     window_bytes,
 )
-from vllm_omni.planning.models import NAMES, model_of
+from vllm_omni.planning.models import NAMES, RELEASED, model_of
 from vllm_omni.planning.report import WEIGHT_ITEMSIZES, candidates
 
 MAX_ERROR = 0.20
@@ -84,8 +84,19 @@ def test_flops_of_a_pass(name: str, window: int, linear: float, attention: float
 
 def test_models_have_the_parameters_of_their_checkpoints() -> None:
     expected = [18_544_332_864, 1_709_502_016, 1_418_996_800, 14_288_491_584, 1_619_242_304]
-    expected += [1_282_007_192, 1_282_007_192]
+    expected += [1_282_007_192, 1_282_007_192, 2_303_055_808]
     assert [model_of(name).parameters for name in NAMES] == expected
+
+
+def test_published_networks_are_planned_by_their_download_names() -> None:
+    """With their windows, sinks and steps; a name that cannot be planned is told with those that can."""
+    settings = {name: (model.window, model.sinks, model.denoise) for name in RELEASED if (model := model_of(name))}
+    assert settings["longlive"] == settings["reward_forcing"] == (12, 3, 4) and settings["causvid"] == (21, 3, 3)
+    assert settings["rolling_forcing"] == (21, 3, 5) and settings["krea_realtime_14b"] == (6, 0, 4)
+    assert model_of("krea_realtime_14b").parameters == model_of("causal_wan_14b").parameters
+    assert model_of("waypoint_1_1_small").parameters == model_of("waypoint_1_small").parameters
+    with pytest.raises(ValueError, match=r"neither a checkpoint directory nor one of lingbot_world, .*longlive"):
+        model_of("nothing")
 
 
 def test_the_action_modules_of_a_game_are_counted() -> None:

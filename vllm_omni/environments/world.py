@@ -220,7 +220,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             )
             for episode in begun
         ]
-        image = {} if self._image is None else {"image": torch.from_numpy(np.ascontiguousarray(self._image))}
+        image = {} if self._image is None else {"image": torch.from_numpy(np.array(self._image))}
         for index, episode in zip(which, begun, strict=True):
             self.episodes[index] = episode
         self._run(which, params, image)

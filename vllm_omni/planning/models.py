@@ -3,9 +3,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
+from vllm_omni.model_executor.models.causal_wan.releases import RELEASES as CAUSAL_RELEASES
+from vllm_omni.model_executor.models.causal_wan.releases import Release
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes as lingbot_shapes
 from vllm_omni.model_executor.models.matrix_game.checkpoint import transformer_shapes as matrix_game_shapes
@@ -15,9 +17,17 @@ from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerCon
 from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.planning.cost import StreamModel
-from vllm_omni.planning.waypoint import GRIDS, waypoint_config, waypoint_model
+from vllm_omni.planning.waypoint import RELEASES as WAYPOINTS
+from vllm_omni.planning.waypoint import waypoint_config, waypoint_model
 
-NAMES = ("lingbot_world", "lingbot_world_v2_1_3b", "causal_wan_1_3b", "causal_wan_14b", "matrix_game", *GRIDS)
+NAMES: Final = (
+    *("lingbot_world", "lingbot_world_v2_1_3b", "causal_wan_1_3b", "causal_wan_14b", "matrix_game"),
+    *("waypoint", "waypoint_360p", "waypoint_1_small"),
+)
+"""Networks of different sizes."""
+_CAUSAL: Final = {release.download_name: release for release in CAUSAL_RELEASES}
+RELEASED: Final = (*NAMES, *(name for name in (*_CAUSAL, *WAYPOINTS) if name not in NAMES))
+"""Those, and others by the name that `vllm-omni download` takes; a directory of that name comes first."""
 _LINGBOT_1_3B: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "sink_frames": 6}
 _CLIP_WEIGHTS = 1.26e9
 """ViT-H/14's vision tower but for its last layer, bf16."""
@@ -25,7 +35,7 @@ _WAN_14B: dict[str, Any] = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num
 
 
 def model_of(name: str, **changes: Any) -> StreamModel:
-    """A model by name (`NAMES`) or checkpoint directory. changes: fields of `StreamModel`. Raises ValueError."""
+    """A model by name (`RELEASED`) or checkpoint directory. changes: fields of `StreamModel`. Raises ValueError."""
     if name == "lingbot_world":
         return _lingbot(name, LingBotWorldConfig(), changes)
     if name == "lingbot_world_v2_1_3b":
@@ -36,11 +46,13 @@ def model_of(name: str, **changes: Any) -> StreamModel:
         return _causal(name, CausalWanConfig(**_WAN_14B), changes)
     if name == "matrix_game":
         return _matrix_game(name, MatrixGameConfig(), changes)
-    if name in GRIDS:
+    if name in WAYPOINTS:
         return waypoint_model(name, waypoint_config(name), changes)
     path = Path(name)
+    if name in _CAUSAL and not path.is_dir():
+        return _causal_release(_CAUSAL[name], changes)
     if not path.is_dir():
-        raise ValueError(f"{name} is neither a checkpoint directory nor one of {', '.join(NAMES)}")
+        raise ValueError(f"{name} is neither a checkpoint directory nor one of {', '.join(RELEASED)}")
     family = detect_family(path)
     checkpoint = family.hf_config(path).get(family.name, {})
     values = checkpoint.get("transformer")
@@ -102,6 +114,13 @@ def _causal(name: str, config: CausalWanConfig, changes: dict[str, Any]) -> Stre
     window, sinks = config.window_frames or 21, 3 if config.sink_frames is None else config.sink_frames
     fields = {"window": window, "sinks": sinks, "moving_sinks": True, **changes}
     return StreamModel(name, **_sizes(config, transformer_shapes(config)) | fields)
+
+
+def _causal_release(release: Release, changes: dict[str, Any]) -> StreamModel:
+    name = release.download_name
+    config = CausalWanConfig.from_checkpoint({**(_WAN_14B if name.endswith("14b") else {}), **release.transformer})
+    steps = len(CausalWanOptions.parse(release.options).denoising_steps)
+    return _causal(name, config, {"denoise": steps} | changes)
 
 
 def _sizes(config: ChunkTransformerConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

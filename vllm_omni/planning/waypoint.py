@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import frame_rings
+from vllm_omni.model_executor.models.waypoint.state import FrameRings
 from vllm_omni.planning.cost import Autoencoder, StreamModel
 
 WAYPOINT_1_5: Final[Mapping[str, Any]] = {
@@ -43,8 +43,32 @@ WAYPOINT_1_5: Final[Mapping[str, Any]] = {
     "temporal_compression": 4,
 }
 """`config.yaml` of 1.5 at 1280x720."""
+_WAYPOINT_1: Final[Mapping[str, Any]] = {
+    "model_type": "waypoint-1",
+    "d_model": 2560,
+    "n_layers": 22,
+    "n_heads": 40,
+    "n_kv_heads": 20,
+    "mlp_ratio": 5,
+    "channels": 16,
+    "patch": [2, 2],
+    "height": 16,
+    "width": 16,
+    "local_window": 16,
+    "global_window": 128,
+    "global_pinned_dilation": 8,
+    "global_attn_period": 4,
+    "gated_attn": True,
+    "noise_conditioning": "wan",
+    "ctrl_conditioning": "mlp_fusion",
+    "prompt_conditioning": "cross_attention",
+    "prompt_embedding_dim": 2048,
+    "base_fps": 60,
+}
 GRIDS: Final[Mapping[str, tuple[int, int]]] = {"waypoint": (16, 32), "waypoint_360p": (8, 16)}
 """Releases of 1.5: height and width of the token grid."""
+RELEASES: Final = (*GRIDS, "waypoint_1_small", "waypoint_1_1_small")
+"""Download names. The last two are one network."""
 _TEXT_WEIGHTS = 7.6e9
 """umt5-xl's encoder, bf16."""
 _WORKSPACE = 0.9e9 / 8.0e9
@@ -52,7 +76,9 @@ _WORKSPACE = 0.9e9 / 8.0e9
 
 
 def waypoint_config(name: str) -> WaypointConfig:
-    """The config of a release of 1.5 by its download name."""
+    """The config of one of `RELEASES`."""
+    if name not in GRIDS:
+        return WaypointConfig.from_checkpoint(_WAYPOINT_1)
     height, width = GRIDS[name]
     return WaypointConfig.from_checkpoint({**WAYPOINT_1_5, "height": height, "width": width})
 
@@ -71,7 +97,7 @@ def waypoint_model(
     read_prompts = sum(config.reads_prompt(layer) for layer in range(config.n_layers))
     tokens, kv_dim = config.tokens_per_frame, config.n_kv_heads * config.head_dim
     sizes: dict[str, Any] = {"num_heads": config.n_kv_heads, "dtype": torch.bfloat16, "device": "meta"}
-    rings = frame_rings(config, range(config.n_layers), **sizes).nbytes
+    rings = FrameRings(config, range(config.n_layers), **sizes).nbytes
     each = 2 * kv_dim * config.n_layers  # numbers of a token
     window = config.local_window
     spare = rings / (torch.bfloat16.itemsize * tokens) - window * each

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     if source.licence is not None and not args.accept_license:
-        raise CommandError(f"the weights are under {source.licence}; if you accept it, pass --accept-license")
+        raise CommandError(f"nothing was fetched; if you accept the licence, pass --accept-license ({source.licence})")
     _check_disk(out, source.gigabytes)
     for piece in source.pieces:
         _fetch(piece.repo, list(piece.patterns), out / piece.folder)

@@ -11,8 +11,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="predict speed, memory and the best split over several GPUs")
     parser.add_argument(
         "model",
-        help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, matrix_game, waypoint, "
-        "waypoint_360p, a checkpoint directory, or `all`: which of them fit which card in which precision",
+        help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, matrix_game, a causal Wan's or a "
+        "Waypoint's download name, a checkpoint directory, or `all`: which sizes fit which card in which precision",
     )
     parser.add_argument("--gpu", default="H200", help="kind of GPU; only H200 is measured (default: H200)")
     parser.add_argument("--n", type=int, default=1, help="GPUs to use at most (default: 1)")

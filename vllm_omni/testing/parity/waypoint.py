@@ -18,12 +18,11 @@ import torch
 
 from vllm_omni.actions import ActionFrame, read_actions
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.layers.frame_rings import FrameRings
 from vllm_omni.model_executor.models.waypoint import autoencoders
 from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
-from vllm_omni.model_executor.models.waypoint.state import FrameRow, frame_rings
-from vllm_omni.model_executor.models.waypoint.transformer import FrequencyTables, WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.state import FrameRings
+from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, FrequencyTables, WaypointTransformer
 from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
@@ -70,7 +69,7 @@ class Rollout:
         weights = scenario.meta("weights").split(maxsplit=1)[0]
         load_transformer(self.model, open_tensors(scenario.directory / weights))
         heads = self.config.n_kv_heads
-        self.rings = frame_rings(self.config, range(self.config.n_layers), num_heads=heads, dtype=dtype, device="cpu")
+        self.rings = FrameRings(self.config, range(self.config.n_layers), num_heads=heads, dtype=dtype, device="cpu")
         self.prompts = [
             self.model.cross_attention_kv(scenario.get(name)) for name in ("prompt0", "prompt1") if name in scenario
         ]

@@ -175,3 +175,14 @@ def test_an_unknown_state_dict_says_what_is_known_and_what_was_seen(
     with pytest.raises(ValueError, match=rf"its keys are {seen}.*wrappers generator_ema, generator, ema") as refused:
         check_complete("causal_wan", folder)
     assert "\n" not in str(refused.value)
+
+
+def test_a_training_checkpoint_alone_is_known_by_its_tensors(network: Tensors, tmp_path: Path) -> None:
+    """A start then names the components that its directory lacks; another network's file is nobody's."""
+    torch.save({"generator": wrapped(network)}, tmp_path / "mine.pt")
+    assert detect_family(tmp_path).name == "causal_wan"
+    with pytest.raises(ValueError, match=r"lacks vae, text_encoder, tokenizer .*vllm-omni download causal_wan"):
+        check_complete("causal_wan", tmp_path)
+    torch.save({"generator": {"conv.weight": torch.ones(1)}}, tmp_path / "mine.pt")
+    with pytest.raises(ValueError, match=r"no checkpoint of .*: found mine\.pt"):
+        detect_family(tmp_path)

@@ -31,7 +31,8 @@ def test_a_stream_of_latents_may_be_cut_anywhere(codec: StreamingTAEHV) -> None:
 
 def test_the_decoders_cache_has_its_layout(codec: StreamingTAEHV) -> None:
     _, cache = codec.decode(torch.zeros(1, 8, 2, 4), None)
-    layout = codec.decoder_layout()
+    layout = codec.layout
+    assert layout is not None
     assert tuple(tuple(feature.shape) for feature in cache.features) == layout.shapes
     assert layout.nbytes == cache.nbytes
 

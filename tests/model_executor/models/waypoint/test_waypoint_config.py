@@ -66,12 +66,12 @@ def test_keys_that_are_left_out_have_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"d_model": None}, "lacks d_model"),
+        ({"d_model": None}, "missing required field `d_model`"),
         ({"moe": True}, "moe = True; this model implements"),
         ({"model_type": "waypoint-2"}, "model_type = 'waypoint-2'"),
         ({"tokens_per_frame": 500}, "tokens_per_frame is 500, height x width is 512"),
-        ({"n_layers": "24"}, "n_layers = '24'; it must be a whole number"),
-        ({"n_layers": 0}, "sizes must be at least 1"),
+        ({"n_layers": "24"}, r"Expected `int`, got `str` - at `\$\.n_layers`"),
+        ({"n_layers": 0}, "Expected `int` >= 1"),
         ({"n_kv_heads": 5}, "32 heads do not divide over 5"),
         ({"scheduler_sigmas": [1.0, 0.5]}, "must fall to 0"),
         ({"global_window": 100}, "no multiple of the dilation 8"),

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two kinds of K/V rings, beside a plain list of frames."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from test_waypoint_config import RELEASED
 
-from vllm_omni.model_executor.layers.frame_rings import FrameRings
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import frame_rings
+from vllm_omni.model_executor.models.waypoint.state import FrameRings
 from vllm_omni.testing.parity.waypoint import history, kept_frames
 
 SMALL = replace(
@@ -31,7 +30,7 @@ LOCAL, GLOBAL = 0, 3
 
 def rings(config: WaypointConfig = SMALL) -> FrameRings:
     layers, heads = range(config.n_layers), config.n_kv_heads
-    return frame_rings(config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
+    return FrameRings(config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
 
 
 def kv(config: WaypointConfig, value: float) -> torch.Tensor:
@@ -103,7 +102,7 @@ def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_goes_on_as_
 def test_a_session_of_the_released_model_has_its_bytes() -> None:
     """18 local layers of 16 frames and 6 global ones of 17, 2 MiB each."""
     config = WaypointConfig.from_checkpoint(RELEASED)
-    held = frame_rings(config, range(24), num_heads=config.n_kv_heads, dtype=torch.bfloat16, device="meta")
+    held = FrameRings(config, range(24), num_heads=config.n_kv_heads, dtype=torch.bfloat16, device="meta")
     assert held.nbytes == (18 * 16 + 6 * 17) * 2 << 20
 
 

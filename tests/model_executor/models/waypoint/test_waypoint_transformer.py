@@ -9,9 +9,8 @@ import pytest
 import torch
 from test_waypoint_weights import load, recorded
 
-from vllm_omni.model_executor.layers.frame_rings import FrameRings
-from vllm_omni.model_executor.models.waypoint.state import FrameRow, frame_rings
-from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.state import FrameRings
+from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
 from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.testing.parity.waypoint import rounded
 
@@ -31,7 +30,7 @@ def row(model: WaypointTransformer, seed: int, window: FrameRings, frame: int = 
 
 def rings(model: WaypointTransformer) -> FrameRings:
     layers, heads = range(model.config.n_layers), model.config.n_kv_heads
-    return frame_rings(model.config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
+    return FrameRings(model.config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
 
 
 def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:

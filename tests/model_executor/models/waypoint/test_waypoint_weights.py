@@ -182,5 +182,8 @@ def test_a_directory_that_lacks_a_piece_says_how_to_get_it(layout: str, tmp_path
     make_tiny(tmp_path, 0, layout)
     check_complete("waypoint", tmp_path)
     (tmp_path / TAEHV_FILES[0] if layout == "v1_5" else tmp_path / "ae" / "decoder.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"lacks the autoencoder.*complete it with `vllm-omni download waypoint"):
+    with pytest.raises(
+        ValueError,
+        match=r"lacks (taehv1_5.pth or|ae/decoder.safetensors).*complete it with `vllm-omni download waypoint",
+    ):
         check_complete("waypoint", tmp_path)

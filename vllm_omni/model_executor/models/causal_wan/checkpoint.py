@@ -85,7 +85,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     elif (found := find_release(path)) is not None:
         origin, transformer = found
         lora = origin.find_lora(path)
-    elif (unnamed := find_unnamed(path)) is not None and has_components(path):
+    elif (unnamed := find_unnamed(path)) is not None and (has_components(path) or _holds_network(unnamed)):
         transformer = unnamed
     else:
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
@@ -128,6 +128,14 @@ def hf_config(path: Path) -> dict[str, Any]:
     config = CausalWanConfig.from_checkpoint(transformer)
     facts: dict[str, Any] = {"kind": layout.kind, "release": layout.release()}
     return chunk_hf_config("CausalWanPipeline", "causal_wan", layout, transformer, config, TRANSFORMER_RULES, **facts)
+
+
+def _holds_network(path: Path) -> bool:
+    """Whether a training checkpoint holds a Wan network: where no component lies beside it, only its tensors tell."""
+    try:
+        return bool(open_transformer(path).shapes)
+    except ValueError:
+        return False
 
 
 def _is_causal_diffusers(path: Path) -> bool:

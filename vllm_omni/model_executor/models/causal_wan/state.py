@@ -86,7 +86,7 @@ class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheL
         if encoder is None or scale is None:
             return None
         last_frame = saved.take("video.last_frame", device, torch.uint8, [self.shape.height, self.shape.width, 3])
-        return VideoInput(VAECache.restore(saved, "encoder.", device, encoder), last_frame, scale)
+        return VideoInput(encoder.restore(saved.under("encoder."), device), last_frame, scale)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from vllm_omni.model_executor.layers import chains
+
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, in the type of `x_TD`."""
@@ -65,7 +67,7 @@ def silu_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Chains:
+class Chains(chains.Chains):
     """The functions above, plain or compiled."""
 
     rms_norm: Callable[..., torch.Tensor] = rms_norm
@@ -73,23 +75,16 @@ class Chains:
     query_key: Callable[..., tuple[torch.Tensor, torch.Tensor]] = query_key
     silu_mul: Callable[..., torch.Tensor] = silu_mul
 
-    @classmethod
-    def build(cls, compiled: bool) -> "Chains":
-        if not compiled:
-            return cls()
-        plain: dict[str, Any] = vars(cls())
-        return cls(**{name: _compiled(function) for name, function in plain.items()})
+    @staticmethod
+    def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile for any number of tokens from the first call on; every other size is fixed in the kernel."""
+        fused = torch.compile(function)
 
+        def call(x_TD: torch.Tensor, *rest: Any) -> Any:
+            tokens = x_TD.shape[0]
+            for argument in (x_TD, *rest):
+                if isinstance(argument, torch.Tensor) and argument.dim() > 1 and argument.shape[0] == tokens:
+                    torch._dynamo.maybe_mark_dynamic(argument, 0)
+            return fused(x_TD, *rest)
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for any number of tokens from the first call on; every other size is fixed in the kernel."""
-    fused = torch.compile(function)
-
-    def call(x_TD: torch.Tensor, *rest: Any) -> Any:
-        tokens = x_TD.shape[0]
-        for argument in (x_TD, *rest):
-            if isinstance(argument, torch.Tensor) and argument.dim() > 1 and argument.shape[0] == tokens:
-                torch._dynamo.maybe_mark_dynamic(argument, 0)
-        return fused(x_TD, *rest)
-
-    return call
+        return call

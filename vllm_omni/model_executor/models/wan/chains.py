@@ -18,6 +18,7 @@ from torch.nn import functional
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.triton_utils import HAS_TRITON
 
+from vllm_omni.model_executor.layers import chains
 from vllm_omni.model_executor.layers.rope import apply_rope
 from vllm_omni.model_executor.layers.rounded_input import Input, round_tokens
 
@@ -126,7 +127,7 @@ def _scaled(x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor,
 
 
 @dataclass(frozen=True)
-class Chains:
+class Chains(chains.Chains):
     """The functions above: plain, each compiled for the static shapes it meets, or, for tensors on CUDA, a kernel."""
 
     modulated_norm: Callable[..., Any] = modulated_norm
@@ -141,9 +142,7 @@ class Chains:
 
     @classmethod
     def build(cls, compiled: bool) -> Self:
-        functions: dict[str, Any] = dict(vars(cls()))
-        if compiled:
-            functions = {name: torch.compile(function, dynamic=False) for name, function in functions.items()}
+        functions: dict[str, Any] = dict(vars(super().build(compiled)))
         if HAS_TRITON and torch.cuda.is_available():
             from vllm_omni.model_executor.models.wan import chain_kernels
 

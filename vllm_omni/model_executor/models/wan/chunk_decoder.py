@@ -92,12 +92,12 @@ class DecoderLayout:
             newest = saved.take(_NEWEST, device, torch.float32, (1, LATENT_CHANNELS, kept, *cells))
         if saved.names(_TINY):
             if self.tiny is not None:
-                return DecoderState(VAECache.restore(saved, _TINY, device, self.tiny), newest, True)
+                return DecoderState(self.tiny.restore(saved.under(_TINY), device), newest, True)
             if newest is not None and self.main is not None:
                 saved.leave(_TINY)  # nobody here goes on from it
                 return DecoderState(None, newest)
         if self.main is not None:
-            return DecoderState(VAECache.restore(saved, "", device, self.main), newest)
+            return DecoderState(self.main.restore(saved, device), newest)
         if newest is None:
             raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor decoder.{_NEWEST}")
         return DecoderState(None, newest)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WanChunkModel`: the parts of a streaming model around its transformer: encoders for its context, VAE, tiny decoder.
 
-A family's `build` calls `_begin`, `_add_transformer` and `_add_components`. Of a chunk's life it brings
+A family's `build` calls `_begin` and `_add_components`. Of a chunk's life it brings
 `prepare_encode`, and per forward `begin_step` and `rows`.
 Held by the pipeline tests of causal Wan and LingBot World.
 """
@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
-from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
-from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
-from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
@@ -30,7 +26,7 @@ from vllm_omni.model_executor.models.wan.vae import Rounding, StreamingWanVAE, t
 from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.streaming.model import Chunk, Session, Shape, StreamingModel
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.session import StateLayouts, Windows
+from vllm_omni.model_executor.streaming.setup import StreamingSetup
 
 Setup = TypeVar("Setup", bound=WanChunkSetup[Any, Any, Any])
 Layout = TypeVar("Layout", bound=WanComponents)
@@ -39,14 +35,11 @@ Layout = TypeVar("Layout", bound=WanComponents)
 class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Session, Chunk, Setup, Layout]):
     """Base of a streaming model with Wan 2.1's frozen components."""
 
-    session_type: ClassVar[type[Any]]
-    """Of the family's `Session`."""
     rounding: ClassVar[Rounding] = "round"
     """Of pixels to uint8 levels; a family follows its original."""
 
     config: ChunkTransformerConfig
     options: StreamingOptions
-    omni: OmniConfig
     text_encoder: TextEncoder | AwaitedText | None
     image_encoder: ImageEncoder | None
     """None on a VAE stage, and of a model that takes no prompts, or no images for cross-attention."""
@@ -62,14 +55,6 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     @abstractmethod
     def build(self, setup: Setup) -> None:
         """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
-
-    @abstractmethod
-    def make_window(self, shape: Shape) -> Windows:
-        """Make the windows that a session's passes write their K/V to."""
-
-    def own_layout(self, shape: Shape) -> Any:
-        """Layout of the state that only this family's sessions have on this rank; None = they have none."""
-        return None
 
     @abstractmethod
     def load_transformer(self, layout: Layout) -> None:
@@ -94,15 +79,6 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
             "storage": self.kv_dtype,
         }
 
-    def make_session(self, session_id: str, shape: Shape, reserved_bytes: int) -> Session:
-        decoder = self.decoder if shape.output != "latents" else None
-        layouts = StateLayouts(
-            None if decoder is None else decoder.state_layout(shape.height, shape.width), self.own_layout(shape)
-        )
-        window = self.make_window(shape)
-        session: Session = self.session_type(session_id, shape, self.plan, window, layouts, reserved_bytes)
-        return session
-
     @abstractmethod
     def warmup_inputs(self) -> list[Inputs]:
         """Chunks of the largest size, each kind of work once."""
@@ -121,10 +97,6 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     def rows(self, request: DiffusionRequest[Session, Chunk]) -> Sequence[object]:
         """The rows of a chunk's next forward, as the transformer takes them."""
 
-    def texts(self, request: DiffusionRequest[Session, Chunk]) -> list[torch.Tensor]:
-        text = None if self.text_encoder is None else request.work.text
-        return [] if text is None else [text]
-
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
         """Whether a chunk's frames come from the second, tiny decoder."""
         return False
@@ -140,16 +112,11 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
         return prediction
 
-    @torch.no_grad()
-    def post_decode(self, request: DiffusionRequest[Session, Chunk]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        session, chunk, meta = request.session, request.work, self.result_meta(request)
-        if session.shape.output == "latents":
-            return meta, {"latents": chunk.latents}
+    def decode(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, torch.Tensor]:
+        chunk, before, tiny = request.work, request.session.decoder_cache, self.decodes_tiny(request)
         assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
-        chunk.decoded_from, tiny = session.decoder_cache, self.decodes_tiny(request)
-        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache, tiny=tiny)
-        frames = whole_frames(to_uint8(pixels, self.rounding), None if tiny else self.vae.bands)
-        return meta, frames | chunk.latents_beside(session.shape)
+        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), before, tiny=tiny)
+        return whole_frames(to_uint8(pixels, self.rounding), None if tiny else self.vae.bands)
 
     # -- several sessions' chunks in one decode ------------------------------------------------------------------------
 
@@ -175,42 +142,20 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
 
     # -- for `build` ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, setup: Setup) -> None:
-        self.config, self.options = setup.config, setup.options
-        self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
-        self.kv_dtype = setup.kv_dtype
-        self.text_encoder = self.image_encoder = None
-        device = setup.options.text_encoder_device
-        if setup.text_config:
-            self.text_encoder = text_encoder_of(
-                setup.parallel,
-                setup.text_config,
-                setup.layout.tokenizer,
-                max_tokens=setup.config.text_len,
-                device=device,
-                dtype=setup.dtype,
-            )
+    def _begin(self, setup: StreamingSetup[Any, Any, Any]) -> None:
+        super()._begin(setup)
+        assert isinstance(setup, WanChunkSetup)
+        self.image_encoder, device = None, setup.options.text_encoder_device
+        self.text_encoder = text_encoder_of(
+            setup.parallel,
+            setup.text_config,
+            setup.layout.tokenizer,
+            max_tokens=setup.config.text_len,
+            device=device,
+            dtype=setup.dtype,
+        )
         if setup.image_config and not setup.parallel.is_vae_stage:
             self.image_encoder = ImageEncoder(setup.image_config, device=device or "model", dtype=setup.dtype)
-
-    def _add_transformer(
-        self,
-        setup: Setup,
-        network: type[ChunkTransformer[Any]],
-        *,
-        parallel: ParallelContext | None = None,
-        **own: Any,
-    ) -> None:
-        """parallel: None = the setup's. own: arguments that only this family's network has."""
-        with default_dtype(setup.dtype):
-            self.transformer = network(
-                setup.config,
-                parallel or setup.parallel,
-                compiled=setup.compiled,
-                cuda_graphs=setup.cuda_graphs,
-                quantization=setup.quantization,
-                **own,
-            )
 
     def _add_components(
         self,

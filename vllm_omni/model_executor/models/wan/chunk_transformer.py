@@ -22,7 +22,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.lora.active import addresses_key, weights_key
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import Head, KVView, embed_time, stack, unpatchify
@@ -108,15 +107,9 @@ class ChunkTransformer(WanTransformer[Config]):
     def _add_layers(self) -> None:
         """Make a family's layers beside the blocks."""
 
-    @property
-    def rings(self) -> RingPool | None:
-        """Where windows take their memory from; None = there are no graphs that knew it again."""
-        return None if self.graphs is None else self.graphs.rings
-
     def forget(self) -> None:
+        super().forget()
         self._times.clear()
-        if self.graphs is not None:
-            self.graphs.forget()
 
     def forward(
         self, rows: Sequence[Any], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False

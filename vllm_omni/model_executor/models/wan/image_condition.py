@@ -52,7 +52,7 @@ class ConditionLayout:
         last_1CFhw = saved.take("last", device, torch.float32, (1, LATENT_CHANNELS, frames, *cells))
         cache = None
         if not settled and self.later != "fresh_grey":
-            cache = VAECache.restore(saved, "", device, self.encoder)
+            cache = self.encoder.restore(saved, device)
         return ConditionState(self.height, self.width, cache, last_1CFhw, settled, num_encoded)
 
 

@@ -144,8 +144,8 @@ def text_encoder_of(
     device: Literal["cpu"] | None,
     dtype: torch.dtype,
 ) -> "TextEncoder | AwaitedText | None":
-    """This rank's, by its place; None on a VAE stage. device: None = the model's."""
-    if parallel.is_vae_stage:
+    """This rank's, by its place; None on a VAE stage and for an empty `config`. device: None = the model's."""
+    if parallel.is_vae_stage or not config:
         return None
     if not parallel.encodes:
         return AwaitedText(config, tokenizer, max_tokens=max_tokens, dtype=dtype)

@@ -16,7 +16,6 @@ tests/model_executor/models/wan2_2/test_wan22_parity.py.
 # C = H/2 rotary lanes, S text tokens
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
+from vllm_omni.model_executor.layers.stage import StageNetwork
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import (
@@ -160,7 +160,7 @@ class Block(nn.Module):
         return x, (self.ffn(hidden), gate2)
 
 
-class WanTransformer(nn.Module, Generic[Config]):
+class WanTransformer(StageNetwork, Generic[Config]):
     """This rank's part of a network but for the head. Parameters are made empty, in torch's default type and device.
 
     residual_fp32: keep the residual stream in fp32, else in the model's type. quantization: of the blocks' linear
@@ -223,18 +223,10 @@ class WanTransformer(nn.Module, Generic[Config]):
         return embedded
 
     @property
-    def _time_weight(self) -> torch.Tensor:
+    def typed_weight(self) -> torch.Tensor:
         layer = self.time_embedding[0]
         assert isinstance(layer, nn.Linear)
         return layer.weight
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._time_weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._time_weight.device
 
     @property
     def num_local_layers(self) -> int:
@@ -313,23 +305,13 @@ class WanTransformer(nn.Module, Generic[Config]):
             x, update = block(x, update, rows, time, rope, num_tokens, stop)
         return x if update is None else self._blocks()[-1].chains.gated_add(x, *update)
 
-    def forget(self) -> None:
-        """Drop everything derived from weights (they were loaded anew or moved)."""
+    def empty_block(self, layer: int) -> Block:
+        return self._block(layer, layer, self._blocks()[0].chains)
 
     def move_layers(self, move: LayerMove) -> None:
-        """Hold the blocks that this stage has after `move`, with their weights (collective)."""
-        old = self._blocks()[0]
-
-        def empty(layer: int) -> nn.Module:
-            with torch.device(self.device):
-                block = self._block(layer, layer, old.chains)
-            return block.to(self.dtype).requires_grad_(False)
-
-        self.blocks = move.modules(self.blocks, empty)
+        super().move_layers(move)
         for index, block in enumerate(self._blocks()):
             block.index = index
-        self.parallel = replace(self.parallel, partition=move.partition)
-        self.forget()
 
     def _blocks(self) -> list[Any]:
         return list(self.blocks.values())

@@ -60,6 +60,15 @@ class CacheLayout:
     def nbytes(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes) * self.dtype.itemsize
 
+    def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int = 0) -> "VAECache":
+        """Take the cache that was saved, whatever the stream's length.
+
+        Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or not as in this layout.
+        """
+        return VAECache(
+            tuple(saved.take(f"conv{index:02d}", device, self.dtype, shape) for index, shape in enumerate(self.shapes))
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class VAECache:
@@ -78,19 +87,6 @@ class VAECache:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by stable name, for digests and snapshots."""
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
-
-    @classmethod
-    def restore(cls, saved: SavedTensors, prefix: str, device: torch.device | str, layout: CacheLayout) -> "VAECache":
-        """Take the cache that was saved under `prefix`.
-
-        Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or not as in `layout`.
-        """
-        return cls(
-            tuple(
-                saved.take(f"{prefix}conv{index:02d}", device, layout.dtype, shape)
-                for index, shape in enumerate(layout.shapes)
-            )
-        )
 
     def clone(self) -> "VAECache":
         """Return a copy in new memory (a cache is immutable, so sharing one is as good as copying it)."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.wan.checkpoint import checked_text, engine_fields, stated_text
+from vllm_omni.model_executor.models.wan.checkpoint import checked_text, engine_fields, shape_of, stated_text
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.tensor_files import (
@@ -41,10 +41,16 @@ logger = logging.getLogger("vllm." + __name__)
 
 CONFIG_FILE, WEIGHTS_FILE = "config.yaml", "model.safetensors"
 TAEHV_FILES: Final = ("taehv1_5.pth", "taehv1_5.safetensors", "vae/diffusion_pytorch_model.safetensors")
+_TAEHV_WIDTHS: Final = ("encoder.0", "decoder.1", "decoder.8", "decoder.14", "decoder.20")
+"""Its convolutions whose outputs are as many as its arguments say."""
 LAYOUTS = ("v1_5", "v1")
 """The released layouts, by the names `make-tiny` takes."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
-_HALVES = ("encoder.safetensors", "decoder.safetensors")
+_HALVES: Final[Mapping[str, tuple[str, ...]]] = {
+    "encoder": ("latent_channels", "ch_0", "ch_max", "encoder_blocks_per_stage", "channels", "skip_logvar"),
+    "decoder": ("latent_channels", "ch_0", "ch_max", "decoder_blocks_per_stage", "channels"),
+}
+"""Of Waypoint-1's autoencoder, `{half}.safetensors` with `{half}_conf.yml`: the keys that are read."""
 UMT5_XL: dict[str, Any] = {**UMT5_XXL, "d_model": 2048, "d_ff": 5120, "num_heads": 32}
 """google/umt5-xl."""
 
@@ -69,7 +75,7 @@ _UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb$")
 
 
 def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSource:
-    """A stored network under the names of `stored_shapes`. Raises ValueError for what cannot be told apart."""
+    """A stored network under the names of `transformer_shapes`. Raises ValueError for what cannot be told apart."""
     first, cells = config.d_model, math.prod(config.patch)
     changed: dict[str, Forms] = {
         r"\.cond_head\.bias_in$": lambda name: {
@@ -97,18 +103,16 @@ def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSourc
     return AdaptedSource(stored, forms)
 
 
-def transformer_shapes(config: WaypointConfig) -> dict[str, Shape]:
-    """Return name -> shape of every tensor of the network, by the model's names."""
+def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[str, Shape]:
+    """Return name -> shape of every tensor of the network, by the model's names.
+
+    stored: of a file, which repeats the modulation projections for every block.
+    """
     from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer  # not to describe a checkpoint
 
     with torch.device("meta"):
-        return {name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()}
-
-
-def stored_shapes(config: WaypointConfig) -> dict[str, Shape]:
-    """`transformer_shapes` of a file: it repeats the modulation projections for every block."""
-    shapes = transformer_shapes(config)
-    return shapes | {repeat: shapes[kept] for repeat, kept in _repeats(config).items()}
+        shapes = {name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()}
+    return shapes | {repeat: shapes[kept] for repeat, kept in _repeats(config).items()} if stored else shapes
 
 
 def _repeats(config: WaypointConfig) -> dict[str, str]:
@@ -121,10 +125,10 @@ def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -
     """Load the network under either spelling, strictly. Raises ValueError."""
     config = transformer.config
     source = network_source(stored, config)
-    load_strict(transformer, source, stored_shapes(config), what="transformer")
-    kept, repeats = dict(transformer.named_parameters()), _repeats(config)
+    load_strict(transformer, source, transformer_shapes(config, stored=True), what="transformer")
+    repeats = _repeats(config)
     for name, tensor in source.read(repeats):
-        held = kept[repeats[name]]
+        held = transformer.get_parameter(repeats[name])
         if not torch.equal(tensor.to(held), held):
             raise ValueError(
                 f"transformer: {stored.where}: {name} differs from block 0's; these projections are shared by all "
@@ -140,25 +144,18 @@ def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -
         )
 
 
-def image_sizes(half: str) -> dict[str, str]:
-    """Keys of a half's YAML file -> arguments of `ImageEncoder` or `ImageDecoder`."""
-    sizes = {"latent_channels": "latent_channels", "ch_0": "first", "ch_max": "largest", "channels": "channels"}
-    only = {"skip_logvar": "skip_logvar"} if half == "encoder" else {}
-    return {**sizes, f"{half}_blocks_per_stage": "blocks", **only}
-
-
 # -- the other pieces --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The places of a checkpoint's pieces; None = not there. taehv: of 1.5. images: a folder with the two halves of
-    Waypoint-1's autoencoder. text_encoder: a folder of transformers' umt5 with its tokenizer.
+    """The places of a checkpoint's pieces below `root`; None = not there.
+
+    taehv: of 1.5. text_encoder: a folder of transformers' umt5 with its tokenizer.
     """
 
     root: Path
     taehv: Path | None
-    images: Path | None
     text_encoder: Path | None
 
     def config(self) -> dict[str, Any]:
@@ -166,42 +163,31 @@ class CheckpointLayout:
 
     def require(self, config: WaypointConfig) -> None:
         """Raise ValueError of one line unless the pieces that `config` needs are there with their weights."""
-        needed: dict[str, bool] = {WEIGHTS_FILE: (self.root / WEIGHTS_FILE).is_file()}
-        if config.temporal_compression > 1:
-            needed[f"the autoencoder ({' or '.join(TAEHV_FILES)})"] = self.taehv is not None
-        else:
-            needed[f"the autoencoder ({' and '.join(f'{IMAGES_FOLDER}/{name}' for name in _HALVES)})"] = (
-                self.images is not None and all((self.images / name).is_file() for name in _HALVES)
-            )
-        if config.prompted:
-            needed[f"{TEXT_FOLDER}/*.safetensors"] = self.text_encoder is not None and any(
-                self.text_encoder.glob("*.safetensors")
-            )
-        missing = [piece for piece, there in needed.items() if not there]
+        streams = config.temporal_compression > 1
+        images = [(f"{IMAGES_FOLDER}/{half}.safetensors",) for half in _HALVES]
+        pieces = [(WEIGHTS_FILE,), *([TAEHV_FILES] if streams else images)]
+        pieces += [(f"{TEXT_FOLDER}/*.safetensors",)] if config.prompted else []
+        missing = [" or ".join(places) for places in pieces if not any(any(self.root.glob(place)) for place in places)]
         if missing:
-            release = "waypoint" if config.temporal_compression > 1 else "waypoint_1_small"
             raise ValueError(
-                f"{self.root} lacks {', '.join(missing)}; complete it with `vllm-omni download {release} {self.root}` "
-                "or start with --load-format dummy"
+                f"{self.root} lacks {', '.join(missing)}; complete it with `vllm-omni download "
+                f"{'waypoint' if streams else 'waypoint_1_small'} {self.root}` or start with --load-format dummy"
             )
 
     def codec_sizes(self) -> dict[str, Any]:
-        """Return the autoencoder's arguments that differ from the released ones, JSON types only: as its files say."""
+        """Return the autoencoder's arguments that differ from the released ones, JSON types only: as its files say.
+
+        Raises ValueError.
+        """
         if self.taehv is not None:
-            shapes = open_tensors(self.taehv).shapes
-            try:
-                decoder = [shapes[f"decoder.{index}.weight"] for index in (1, 8, 14, 20)]
-                return {"encoder_width": shapes["encoder.0.weight"][0], "decoder_widths": [s[0] for s in decoder]}
-            except (KeyError, IndexError) as error:
-                raise ValueError(f"{self.taehv} is no TAEHV of Waypoint 1.5; download it again") from error
-        if self.images is None:
-            return {}
-        halves = {}
-        for half in ("encoder", "decoder"):
-            if (self.images / f"{half}_conf.yml").is_file():
-                stored = read_config(self.images, f"{half}_conf.yml")
-                halves[half] = {ours: stored[key] for key, ours in image_sizes(half).items() if key in stored}
-        return halves
+            encoder, *decoder = (shape_of(self.taehv, f"{name}.weight", ())[0] for name in _TAEHV_WIDTHS)
+            return {"encoder_width": encoder, "decoder_widths": decoder}
+        folder, sizes = self.root / IMAGES_FOLDER, {}
+        for half, keys in _HALVES.items():
+            if (folder / f"{half}_conf.yml").is_file():
+                stored = read_config(folder, f"{half}_conf.yml")
+                sizes[half] = {key: stored[key] for key in keys if key in stored}
+        return sizes
 
     def text_config(self, width: int) -> dict[str, Any]:
         """Return `UMT5Config` values from the encoder's config, else the released ones. width: of the rows."""
@@ -214,19 +200,21 @@ class CheckpointLayout:
         """Fill the autoencoder. Raises ValueError."""
         if self.taehv is not None:
             load_autoencoder(codec, open_tensors(self.taehv), what="TAEHV")
-        elif self.images is not None:
-            for name, half in codec.named_children():
-                source = open_tensors(self.images / f"{name}.safetensors")
-                load_autoencoder(half, source, what=f"image {name}")
+            return
+        for name, half in codec.named_children():
+            source = open_tensors(self.root / IMAGES_FOLDER / f"{name}.safetensors")
+            load_autoencoder(half, source, what=f"image {name}")
 
 
 def find_layout(path: Path) -> CheckpointLayout:
     """Find the pieces below `path`. Raises ValueError of one line if its config is none of Waypoint's."""
     if not is_checkpoint(path):
         raise ValueError(f"{path} holds no {CONFIG_FILE} of a Waypoint model with the key `model_type`")
-    files = [path / name for name in TAEHV_FILES if (path / name).is_file()]
-    folders = [path / name if (path / name).is_dir() else None for name in (IMAGES_FOLDER, TEXT_FOLDER)]
-    return CheckpointLayout(path, confined(files[0].parent, files[0].name) if files else None, *folders)
+    taehv = next((path / name for name in TAEHV_FILES if (path / name).is_file()), None)
+    text = path / TEXT_FOLDER
+    return CheckpointLayout(
+        path, None if taehv is None else confined(taehv.parent, taehv.name), text if text.is_dir() else None
+    )
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -8,19 +8,19 @@ four video frames a latent). Held by tests/model_executor/models/waypoint/test_w
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import Any, Final
+from string import ascii_uppercase
+from typing import Annotated, Any, Final
 
+import msgspec
 import torch
 
-from vllm_omni.actions import ActionRows, ActionSpace, Axis
-from vllm_omni.config import OmniConfig
+from vllm_omni.actions import ActionRows, ActionSpace, Axis, Button
+from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.model_executor.models.wan.architecture import check_implemented
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, FrameRate
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import Stream
-from vllm_omni.virtual_keys import virtual_key
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -34,11 +34,10 @@ DEFAULT_PROMPT: Final = "An explorable world"
 SIZE_MULTIPLE: Final = 8
 """Frames are resized to any height and width that are multiples of this."""
 
-_WAYPOINT_1_SIGMAS = (1.0, 0.8609585762023926, 0.729332447052002, 0.3205108940601349, 0.0)
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WaypointConfig:
+class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Architecture, under `config.yaml`'s own names; defaults are those of a key that the file leaves out.
 
     height, width: of the token grid, after patching. channels: of latents. local_window, global_window: frames, itself
@@ -46,53 +45,42 @@ class WaypointConfig:
     level of each step. base_fps, inference_fps: latents and video frames per second as trained and served.
     """
 
-    d_model: int
-    n_layers: int
-    n_heads: int
-    mlp_ratio: int
-    channels: int
-    height: int
-    width: int
-    local_window: int
-    global_window: int
-    global_pinned_dilation: int
-    global_attn_period: int
-    base_fps: int
+    d_model: Count
+    n_layers: Count
+    n_heads: Count
+    mlp_ratio: Count
+    channels: Count
+    height: Count
+    width: Count
+    local_window: Count
+    global_window: Count
+    global_pinned_dilation: Count
+    global_attn_period: Count
+    base_fps: Count
     model_type: str = "waypoint-1"
-    n_kv_heads: int = 0
-    tokens_per_frame: int = 0
+    n_kv_heads: Count = 0  # of queries
+    tokens_per_frame: Count = 0  # height x width
     global_attn_offset: int = 0
-    patch: tuple[int, int] = (1, 1)
-    n_buttons: int = 256
-    ctrl_conditioning_period: int = 3
+    patch: tuple[Count, Count] = (1, 1)
+    n_buttons: Count = 256
+    ctrl_conditioning_period: Count = 3
     prompt_conditioning: str | None = None
-    prompt_conditioning_period: int | None = None
-    prompt_embedding_dim: int | None = None
-    scheduler_sigmas: tuple[float, ...] = _WAYPOINT_1_SIGMAS
-    inference_fps: int = 0
-    temporal_compression: int = 1
+    prompt_conditioning_period: Count | None = None
+    prompt_embedding_dim: Count | None = None
+    scheduler_sigmas: tuple[float, ...] = (1.0, 0.8609585762023926, 0.729332447052002, 0.3205108940601349, 0.0)
+    inference_fps: Count = 0  # base_fps
+    temporal_compression: Count = 1
     value_residual: bool = False
     gated_attn: bool = False
     rope_nyquist_frac: float = 0.8
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        for name, default in (
-            ("n_kv_heads", self.n_heads),
-            ("tokens_per_frame", self.height * self.width),
-            ("inference_fps", self.base_fps),
-        ):
-            if not getattr(self, name):
-                object.__setattr__(self, name, default)
-        self._check()
-
-    def _check(self) -> None:
-        sigmas, whole = self.scheduler_sigmas, [field.name for field in fields(self) if field.type is int]
-        sizes = {name: getattr(self, name) for name in whole if name != "global_attn_offset"}
-        width, heads = self.prompt_embedding_dim, (self.n_heads, self.n_kv_heads)
-        cells = self.height * self.width
-        if min(sizes.values()) < 1:
-            raise ValueError(f"config.yaml: sizes must be at least 1, got {sizes}")
+        sigmas, width, cells = self.scheduler_sigmas, self.prompt_embedding_dim, self.height * self.width
+        msgspec.structs.force_setattr(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
+        msgspec.structs.force_setattr(self, "tokens_per_frame", self.tokens_per_frame or cells)
+        msgspec.structs.force_setattr(self, "inference_fps", self.inference_fps or self.base_fps)
+        heads = self.n_heads, self.n_kv_heads
         problems = {
             f"tokens_per_frame is {self.tokens_per_frame}, height x width is {cells}": self.tokens_per_frame != cells,
             f"d_model {self.d_model} over {heads[0]} heads must give a multiple of 8": self.d_model % (8 * heads[0]),
@@ -109,7 +97,7 @@ class WaypointConfig:
         }
         for problem, found in problems.items():
             if found:
-                raise ValueError(f"config.yaml: {problem}")
+                raise ValueError(problem)
 
     # -- derived -------------------------------------------------------------------------------------------------------
 
@@ -186,19 +174,12 @@ class WaypointConfig:
 
         Unknown keys are logged and left alone: the published files were not all seen.
         """
-        known = {field.name: field for field in fields(cls)}
-        given: dict[str, Any] = {key: value for key, value in values.items() if key in known and value is not None}
-        if missing := [name for name, field in known.items() if field.default is MISSING and name not in given]:
-            raise ValueError(f"config.yaml lacks {', '.join(missing)}; this is no Waypoint checkpoint, or damaged")
+        given = {key: value for key, value in values.items() if value is not None}
         check_implemented(values, "config.yaml", _IMPLEMENTED)
-        if unknown := sorted(set(map(str, values)) - set(known) - set(_IMPLEMENTED) - _UNUSED):
+        known = {*cls.__struct_fields__, *_IMPLEMENTED, *_UNUSED}
+        if unknown := sorted(set(map(str, values)) - known):
             logger.warning("config.yaml has keys that this model does not read: %s", ", ".join(unknown[:8]))
-        for key, value in given.items():
-            if known[key].type is int and type(value) is not int:
-                raise ValueError(f"config.yaml has {key} = {value!r}; it must be a whole number")
-            if isinstance(value, list):
-                given[key] = tuple(value)
-        return cls(**given)
+        return parse_options(cls, given, "config.yaml")
 
 
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
@@ -208,14 +189,10 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "prompt_conditioning": (None, "cross_attention"),
     "moe": (False, None),
 }
-_UNUSED = frozenset(
-    (
-        *("auto_aspect_ratio", "ctrl_cond_dropout", "prompt_cond_dropout", "n_frames", "taehv_ae", "ae_uri"),
-        "prompt_encoder_uri",
-    )
+_UNUSED = (
+    *("auto_aspect_ratio", "ctrl_cond_dropout", "prompt_cond_dropout", "n_frames", "taehv_ae", "ae_uri"),
+    "prompt_encoder_uri",
 )
-
-
 _FIXED: Final = (
     *("latent_frames_per_chunk", "first_chunk_latent_frames", "window_frames", "sink_frames", "decoder"),
     "sequence_parallel",
@@ -231,6 +208,34 @@ def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStre
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------
+
+_KEYS: Final[Mapping[int, str]] = {
+    0x01: "mouse_left Mouse0",
+    0x02: "mouse_right Mouse2",
+    0x04: "mouse_middle Mouse1",
+    0x08: "backspace Backspace",
+    0x09: "tab Tab",
+    0x0D: "enter Enter",
+    0x1B: "escape Escape",
+    0x20: "space Space",
+    0x10: "shift ShiftLeft",
+    0x11: "ctrl ControlLeft",
+    0x12: "alt AltLeft",
+    0x25: "left ArrowLeft",
+    0x26: "up ArrowUp",
+    0x27: "right ArrowRight",
+    0x28: "down ArrowDown",
+    **{0x30 + digit: f"{digit} Digit{digit}" for digit in range(10)},
+    **{ord(letter): f"{letter.lower()} Key{letter}" for letter in ascii_uppercase},
+    **{0x6F + number: f"f{number} F{number}" for number in range(1, 13)},
+}
+"""Windows virtual-key codes -> the button's name, and the browser's code of its key."""
+
+
+def virtual_key(code: int) -> Button:
+    """The button of a virtual-key code; those without a name of their own are named by it, vk_5b."""
+    name, *codes = _KEYS.get(code, f"vk_{code:02x}").split()
+    return Button(name, name.replace("_", " ").capitalize(), tuple(codes))
 
 
 @cache

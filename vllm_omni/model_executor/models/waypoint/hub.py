@@ -43,7 +43,7 @@ def check_complete(path: Path) -> None:
 
     Only file names and headers are read.
     """
-    from vllm_omni.model_executor.models.waypoint.checkpoint import find_layout, network_source, stored_shapes
+    from vllm_omni.model_executor.models.waypoint.checkpoint import find_layout, network_source, transformer_shapes
     from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
     from vllm_omni.model_executor.weights import check_shapes
 
@@ -51,4 +51,4 @@ def check_complete(path: Path) -> None:
     config = WaypointConfig.from_checkpoint(layout.config())
     layout.require(config)
     source = network_source(layout.open_network(), config)
-    check_shapes(source.shapes, stored_shapes(config), source.where)
+    check_shapes(source.shapes, transformer_shapes(config, stored=True), source.where)

@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.dtypes import default_dtype
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder, text_encoder_of
+from vllm_omni.model_executor.models.wan.text_encoder import text_encoder_of
 from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import CheckpointLayout, find_layout, load_transformer
 from vllm_omni.model_executor.models.waypoint.config import (
@@ -40,20 +40,14 @@ from vllm_omni.model_executor.models.waypoint.config import (
     control_vectors,
     read_stream,
 )
-from vllm_omni.model_executor.models.waypoint.state import (
-    Chunk,
-    FrameRow,
-    LatentFrame,
-    WaypointSession,
-    frame_rings,
-)
-from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.state import Chunk, FrameRings, WaypointSession
+from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_latent_rows, read_played, read_size
-from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
+from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
@@ -77,6 +71,8 @@ class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions, CheckpointL
 class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
+    session_type = WaypointSession
+
     config: WaypointConfig
 
     def __init__(self, setup: WaypointSetup) -> None:
@@ -85,32 +81,21 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
 
     def build(self, setup: WaypointSetup) -> None:
         """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
-        config, options, parallel = setup.config, setup.options, setup.parallel
-        self.config, self.options, self.omni, self.parallel = config, options, setup.omni, parallel
-        self.kv_dtype, self.plan = setup.kv_dtype, setup.plan
-        self.action_space = action_space(config)
-        self.schedule = EulerSchedule(config.scheduler_sigmas, setup.dtype)
-        with default_dtype(setup.dtype):
-            self.transformer = WaypointTransformer(
-                config,
-                parallel,
-                compiled=setup.compiled,
-                cuda_graphs=setup.cuda_graphs,
-                quantization=setup.quantization,
-            )
+        self._begin(setup)
+        self._add_transformer(setup, WaypointTransformer)
+        self.action_space = action_space(setup.config)
+        self.schedule = EulerSchedule(setup.config.scheduler_sigmas, setup.dtype)
         self.prompts = SharedPrompts(self._prompt_kv)
-        self.codec = make_codec(config, setup.codec, options.vae_torch_dtype(setup.dtype))
-        self.decoder = self.codec if parallel.decodes else None
-        self.text_encoder: TextEncoder | AwaitedText | None = None
-        if setup.text_config:
-            self.text_encoder = text_encoder_of(
-                parallel,
-                setup.text_config,
-                setup.layout.text_encoder,
-                max_tokens=PROMPT_ROWS,
-                device=options.text_encoder_device,
-                dtype=setup.dtype,
-            )
+        self.codec = make_codec(setup.config, setup.codec, setup.options.vae_torch_dtype(setup.dtype))
+        self.decoder = self.codec if setup.parallel.decodes else None
+        self.text_encoder = text_encoder_of(
+            setup.parallel,
+            setup.text_config,
+            setup.layout.text_encoder,
+            max_tokens=PROMPT_ROWS,
+            device=setup.options.text_encoder_device,
+            dtype=setup.dtype,
+        )
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         """Fill every parameter this rank has, strictly. Raises ValueError."""
@@ -127,24 +112,15 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         return SessionShape(*read_size(params, self.config, self.omni), params.output)
 
     def window_nbytes(self, shape: SessionShape) -> int:
-        return frame_rings(**self._window_sizes(), device="meta").nbytes
+        return self._rings(device="meta").nbytes
 
-    def _window_sizes(self) -> dict[str, Any]:
-        network = self.transformer
-        return {
-            "config": self.config,
-            "layers": network.layer_range,
-            "num_heads": network.num_cache_heads,
-            "dtype": network.dtype,
-            "storage": self.kv_dtype,
-        }
+    def make_window(self, shape: SessionShape) -> FrameRings:
+        return self._rings(device=self.transformer.device, rings=self.transformer.rings)
 
-    def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> WaypointSession:
+    def _rings(self, **place: Any) -> FrameRings:
         network = self.transformer
-        rings = frame_rings(**self._window_sizes(), device=network.device, rings=network.rings)
-        decodes = self.decoder is not None and shape.output != "latents"
-        layouts = StateLayouts[None](self.codec.decoder_layout() if decodes else None, None)
-        return WaypointSession(session_id, shape, self.plan, rings, layouts, reserved_bytes)
+        sizes = {"num_heads": network.num_cache_heads, "dtype": network.dtype, "storage": self.kv_dtype}
+        return FrameRings(self.config, network.layer_range, **sizes, **place)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
@@ -166,34 +142,31 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         image = None
         if inputs.image is not None:
             with request.timer.stage("image"):
-                image = self.codec.encode_image(inputs.image)
+                image = self.codec.encode_image(to_device(inputs.image, self.transformer.device))
         known = prompt == session.prompt and session.cross_kv is not None
         text = None
         if self.text_encoder is not None and not known:
             with request.timer.stage("text"):
                 text = self.text_encoder.encode(prompt, self.transformer.device)
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
-        parts = [LatentFrame(self.transformer.rope(frame), session.window.place(frame)) for frame in frames]
+        ropes = [self.transformer.rope(frame) for frame in frames]
         request.state = Chunk(
             frames=frames,
             schedule=self.schedule,
             latents=noise.draw(0),
             noise=noise,
-            rope=parts[-1].rope,
+            rope=ropes[-1],
+            ropes=ropes,
+            places=[session.window.place(frame) for frame in frames],
             text=text,
             window=session.window,
             own=None,
             cross_kv=session.cross_kv if known else None,
-            parts=parts,
             image=image,
             **given,
         )
         request.num_steps = len(frames) + self.schedule.num_steps
         request.clean_passes = 1
-
-    def texts(self, request: Request) -> list[torch.Tensor]:
-        text = request.work.text
-        return [] if text is None else [text]
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,16 +176,11 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         prediction: torch.Tensor = self.transformer([self._row(request) for request in batch], hidden)
         return prediction.unsqueeze(2) if self.parallel.last_stage else prediction
 
-    @torch.no_grad()
-    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def decode(self, request: Request) -> dict[str, torch.Tensor]:
         session, chunk = request.session, request.work
-        meta, shape = self.result_meta(request), session.shape
-        if shape.output == "latents":
-            return meta, {"latents": chunk.latents}
-        chunk.decoded_from = session.decoder_cache
-        size = (shape.height, shape.width)
+        size = (session.shape.height, session.shape.width)
         frames, chunk.decoder_cache = self.codec.decode_frames(chunk.latents, size, session.decoder_cache)
-        return meta, {"frames": frames} | chunk.latents_beside(shape)
+        return {"frames": frames}
 
     def warmup_inputs(self) -> list[Inputs]:
         """A chunk with an image and one without: every kind of forward, and a stream's first decode and a later one."""
@@ -235,15 +203,15 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
 
     def _row(self, request: Request) -> FrameRow:
         chunk = request.work
-        part, step = chunk.part(request.step), chunk.denoise_index(request.step)
+        frame, step = chunk.frame_index(request.step), chunk.denoise_index(request.step)
         assert chunk.terms is not None
         return FrameRow(
             latents=chunk.latents_at(request.step),
             sigma=0.0 if step is None else self.schedule.sigmas[step],
-            rope=part.rope,
+            rope=chunk.ropes[frame],
             control=chunk.terms,
             window=chunk.window,
-            place=part.place,
+            place=chunk.places[frame],
             prompt_kv=chunk.cross_kv,
         )
 

@@ -19,8 +19,10 @@ tests/model_executor/models/waypoint/.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,16 +31,15 @@ from torch.nn import functional
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.layers import chains
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
-from vllm_omni.model_executor.layers.frame_rings import FramePlace
-from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.ring_pool import RingPool
+from vllm_omni.model_executor.layers.stage import StageNetwork
 from vllm_omni.model_executor.models.wan.layers import stack
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import FrameRow, Pass, Rotation
+from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRings, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
 """Of every norm, whatever the model's type."""
@@ -94,8 +95,8 @@ def silu_sum(x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Chains:
-    """The arithmetic between matrix products and attention, plain or each compiled for the static shapes it meets."""
+class Chains(chains.Chains):
+    """The functions above."""
 
     rms: Callable[..., torch.Tensor] = rms
     rms_rotate: Callable[..., torch.Tensor] = rms_rotate
@@ -104,11 +105,48 @@ class Chains:
     mix: Callable[..., torch.Tensor] = mix
     silu_sum: Callable[..., torch.Tensor] = silu_sum
 
-    @classmethod
-    def build(cls, compiled: bool) -> "Chains":
-        if not compiled:
-            return cls()
-        return cls(**{name: torch.compile(function, dynamic=False) for name, function in vars(cls()).items()})
+
+# -- a forward's inputs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FrameRow:
+    """Inputs of one row of a forward; on the model's device.
+
+    latents: fp32 [C, h, w]. sigma: noise level, 0 for the pass that makes the K/V that stay. rope: of `rope`.
+    control: of `controls`. window: the session's, where every block writes at `place`. prompt_kv: of
+    `cross_attention_kv`.
+    """
+
+    latents: torch.Tensor
+    sigma: float
+    rope: Rotation
+    control: torch.Tensor
+    window: FrameRings
+    place: FramePlace
+    prompt_kv: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward's rows, as its layers see them. cos, sin: fp32 [B, T, C].
+
+    controls: [B, 1, D], the next for each block with a `ControlFusion`. prompts: the rows' [2, S, N, H], the next for
+    each block with a `CrossAttention`.
+    """
+
+    rows: Sequence[FrameRow]
+    cos: torch.Tensor
+    sin: torch.Tensor
+    controls: Iterator[torch.Tensor]
+    prompts: Iterator[Sequence[torch.Tensor]]
+
+    def attend(self, layer: int, q_BTNH: torch.Tensor, k_BTNH: torch.Tensor, v_BTNH: torch.Tensor) -> torch.Tensor:
+        rows = zip(self.rows, q_BTNH, k_BTNH, v_BTNH, strict=True)
+        return stack([row.window.attend(layer, q, k, v, row.place) for row, q, k, v in rows])
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,21 +169,14 @@ class Build:
         return RowLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
 
 
-class MLP(nn.Module):
+def mlp(fc1: nn.Module, fc2: nn.Module) -> nn.Sequential:
     """Two layers, any kind of linear, with SiLU between."""
+    return nn.Sequential(OrderedDict(fc1=fc1, act=nn.SiLU(), fc2=fc2))
 
-    def __init__(self, fc1: nn.Module, fc2: nn.Module) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = fc1, fc2
 
-    @classmethod
-    def whole(cls, width: int, hidden: int, out: int) -> "MLP":
-        """On every rank alike: it runs once a frame or less."""
-        return cls(nn.Linear(width, hidden, bias=False), nn.Linear(hidden, out, bias=False))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(functional.silu(self.fc1(x)))
-        return out
+def whole_mlp(width: int, hidden: int, out: int) -> nn.Sequential:
+    """On every rank alike: it runs once a frame or less."""
+    return mlp(nn.Linear(width, hidden, bias=False), nn.Linear(hidden, out, bias=False))
 
 
 class SelfAttention(nn.Module):
@@ -228,17 +259,12 @@ class ControlFusion(nn.Module):
 
 
 class Block(nn.Module):
-    """control_index, prompt_index: its place among the stage's blocks with such a module; None = it has none."""
-
-    control_index: int | None = None
-    prompt_index: int | None = None
-
     def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
         config, self.chains = build.config, build.chains
-        dim, hidden, mlp = config.d_model, config.mlp_dim, build.under("mlp")
+        dim, hidden, inner = config.d_model, config.mlp_dim, build.under("mlp")
         self.attn = SelfAttention(build.under("attn"), layer)
-        self.mlp = MLP(mlp.column(dim, hidden, "fc1"), mlp.row(hidden, dim, "fc2"))
+        self.mlp = mlp(inner.column(dim, hidden, "fc1"), inner.row(hidden, dim, "fc2"))
         self.attn_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
         self.mlp_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
         self.control = ControlFusion(build.under("control")) if config.controlled(layer) else None
@@ -253,18 +279,13 @@ class Block(nn.Module):
         attended, first_v = self.attn(chains.modulate(x, s0, b0), first_v, inputs)
         x = chains.gated_add(x, attended, g0)
         if self.cross is not None:
-            x = x + self.cross(x, [self._prompt(kv)[self.prompt_index] for kv in inputs.prompts])
+            x = x + self.cross(x, next(inputs.prompts))
         if self.control is not None:
-            x = x + self.control(x, inputs.control[:, self.control_index].unsqueeze(1))
+            x = x + self.control(x, next(inputs.controls))
         return chains.gated_add(x, self.mlp(chains.modulate(x, s1, b1)), g1), first_v
 
-    @staticmethod
-    def _prompt(kv: torch.Tensor | None) -> torch.Tensor:
-        assert kv is not None, "Waypoint-1 needs a prompt"
-        return kv
 
-
-class WaypointTransformer(nn.Module):
+class WaypointTransformer(StageNetwork):
     """This rank's part of the network. Parameters are created in torch's default type and device, those of the noise
     MLP in fp32. compiled: fuse the elementwise chains. cuda_graphs: launch forwards as graphs (`ForwardGraphs`).
     """
@@ -288,28 +309,19 @@ class WaypointTransformer(nn.Module):
         self._build = Build(
             config, self.parallel, Chains.build(compiled), LinearPrecision(quantization, kept), f"{prefix}.blocks"
         )
-        self.denoise_step_emb = MLP.whole(_NOISE_WIDTH, 4 * dim, dim).float()
-        self.ctrl_emb = MLP.whole(config.control_values, config.mlp_dim, dim)
+        self.denoise_step_emb = whole_mlp(_NOISE_WIDTH, 4 * dim, dim).float()
+        self.ctrl_emb = whole_mlp(config.control_values, config.mlp_dim, dim)
         self.patchify = nn.Conv2d(config.channels, dim, config.patch, config.patch, bias=False)
         self.cond_proj = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(6))
-        layers = self.parallel.layers(config.n_layers)
-        self.blocks = nn.ModuleDict({str(layer): self._block(layer) for layer in layers})
+        self.blocks = nn.ModuleDict({str(layer): self.empty_block(layer) for layer in self.layer_range})
         self.out_norm = nn.Linear(dim, 2 * dim, bias=False)
         self.unpatchify = nn.Linear(dim, config.channels * math.prod(config.patch))
         self._modulation: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._spatial: Rotation | None = None
-        self._number()
         self.requires_grad_(False)
         self.eval()
 
-    def _block(self, layer: int) -> Block:
+    def empty_block(self, layer: int) -> Block:
         return Block(self._build.under(str(layer)), layer)
-
-    def _number(self) -> None:
-        for index, block in enumerate(block for block in self.layers if block.control is not None):
-            block.control_index = index
-        for index, block in enumerate(block for block in self.layers if block.cross is not None):
-            block.prompt_index = index
 
     @property
     def layers(self) -> list[Block]:
@@ -321,12 +333,8 @@ class WaypointTransformer(nn.Module):
         return self.parallel.layers(self.config.n_layers)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.patchify.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.patchify.weight.device
+    def typed_weight(self) -> torch.Tensor:
+        return self.patchify.weight
 
     @property
     def num_cache_heads(self) -> int:
@@ -339,29 +347,9 @@ class WaypointTransformer(nn.Module):
         width = (self.config.prompt_embedding_dim or 0) // self.parallel.tensor_size
         return sum(block.cross is not None for block in self.layers) * 2 * PROMPT_ROWS * width * self.dtype.itemsize
 
-    @property
-    def rings(self) -> RingPool | None:
-        """Where sessions take the memory of their keys and values from; None = it is made for each."""
-        return None if self.graphs is None else self.graphs.rings
-
     def forget(self) -> None:
-        """Drop everything that was computed from weights; for when these change."""
+        super().forget()
         self._modulation.clear()
-        if self.graphs is not None:
-            self.graphs.forget()
-
-    def move_layers(self, move: LayerMove) -> None:
-        """Hold the blocks that this stage has after `move`, with their weights (collective)."""
-
-        def empty(layer: int) -> nn.Module:
-            with torch.device(self.device):
-                return self._block(layer).to(self.dtype).requires_grad_(False)
-
-        self.blocks = move.modules(self.blocks, empty)
-        self.parallel = replace(self.parallel, partition=move.partition)
-        self._build = replace(self._build, parallel=self.parallel)
-        self._number()
-        self.forget()
 
     # -- once a frame or less ------------------------------------------------------------------------------------------
 
@@ -404,8 +392,6 @@ class WaypointTransformer(nn.Module):
 
     def rope(self, frame: int) -> Rotation:
         """Return (cos, sin) [T, C] of a latent frame, fp32: lanes of x, then y, then time. There is no last frame."""
-        if self._spatial is None:
-            self._spatial = self._spatial_rotation()
         time = frame * self.config.time_step * self.tables.time.double()
         cos, sin = (
             torch.cat((spatial, lanes.float().expand(len(spatial), -1)), dim=-1)
@@ -413,7 +399,8 @@ class WaypointTransformer(nn.Module):
         )
         return to_device(cos, self.device), to_device(sin, self.device)
 
-    def _spatial_rotation(self) -> Rotation:
+    @cached_property
+    def _spatial(self) -> Rotation:
         """(cos, sin) of the lanes of x and y, on the CPU."""
         config, lanes = self.config, self.tables.xy.double()
         x = (2 * torch.arange(config.width, dtype=torch.float64) + 1) / config.width - 1
@@ -444,9 +431,9 @@ class WaypointTransformer(nn.Module):
         }
         if hidden_BTD is not None:
             inputs["hidden"] = hidden_BTD
-        if self.graphs is None:
-            return self._predict(rows, inputs)
         prompts = {f"prompt{n}": row.prompt_kv for n, row in enumerate(rows) if row.prompt_kv is not None}
+        if self.graphs is None:
+            return self._predict(rows, inputs | prompts)
         held = [replace(row, window=copy.copy(row.window)) for row in rows]  # a closed window lets go of its memory
         fits = tuple(row.place.fits for row in rows)
         return self.graphs(
@@ -461,13 +448,13 @@ class WaypointTransformer(nn.Module):
     def _predict(self, rows: Sequence[FrameRow], given: Inputs) -> torch.Tensor:
         """`forward`: of `rows` only what a graph may keep, everything else from `given`."""
         placed = zip(rows, given["tokens"], given["key_ranges"], strict=True)
+        prompts = zip(*(given[f"prompt{n}"] for n, row in enumerate(rows) if row.prompt_kv is not None), strict=True)
         inputs = Pass(
-            [row.window for row in rows],
-            [FramePlace(tokens, key_ranges, row.place.fits) for row, tokens, key_ranges in placed],
-            [given.get(f"prompt{n}", row.prompt_kv) for n, row in enumerate(rows)],
+            [replace(row, place=FramePlace(tokens, keys, row.place.fits)) for row, tokens, keys in placed],
             given["cos"],
             given["sin"],
-            given["control"],
+            iter(given["control"].unsqueeze(2).unbind(1)),
+            prompts,
         )
         first_v: torch.Tensor | None = None
         if self.parallel.first_stage:

@@ -4,8 +4,8 @@
 import pytest
 
 from vllm_omni.actions import ActionSpace, Axis, read_actions
+from vllm_omni.model_executor.models.waypoint.config import virtual_key
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.virtual_keys import virtual_key
 
 KEYBOARD = ActionSpace(
     buttons=tuple(virtual_key(code) for code in range(256)), axes=(Axis(name="dx", title="", unit="px"),), scroll=True
