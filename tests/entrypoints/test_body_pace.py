@@ -34,6 +34,10 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     async def length(request: Request) -> str:
         return str(len(await request.body()))
 
+    @app.post("/refused")
+    async def refused() -> Response:
+        return Response("no room", 507)
+
     async def download(request: Request) -> Response:
         app.state.files.append(large.open("rb"))
         return Download(app.state.files[-1], DEADLINE_S, headers={"Content-Length": str(LARGE)})
@@ -49,13 +53,14 @@ def port(request: pytest.FixtureRequest, app: FastAPI) -> Iterator[int]:
         yield port
 
 
-def post(port: int, pieces: list[bytes], pause_s: float) -> tuple[bytes, float]:
+def post(port: int, pieces: list[bytes], pause_s: float, path: str = "/length") -> tuple[bytes, float]:
     """Send a body piece by piece; returns all that came until the server closed, and when."""
     length = sum(map(len, pieces))
     started_s = time.monotonic()
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.settimeout(10)
-        sock.sendall(b"POST /length HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % length)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
+        sock.sendall(head.encode())
         stop = threading.Event()
 
         def send() -> None:
@@ -78,6 +83,23 @@ def post(port: int, pieces: list[bytes], pause_s: float) -> tuple[bytes, float]:
         stop.set()
         sender.join()
     return answer, time.monotonic() - started_s
+
+
+def test_a_client_that_sends_all_before_it_reads_gets_its_answer(port: int) -> None:
+    """As urllib does. A server that closes with bytes unread resets the connection, and the client never sees why."""
+    length = 16 << 20
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        sock.sendall(b"POST /refused HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % length)
+        sock.sendall(b"x" * length)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 507 ")
+    assert answer.endswith(b"no room")
+
+
+def test_an_answer_does_not_wait_for_a_body_that_does_not_come(port: int) -> None:
+    """Its bytes are there at once; what is left of the body has its pace."""
+    answer, took_s = post(port, [b"x" * 100, b"x"], 60.0, "/refused")
+    assert answer.endswith(b"no room") and took_s < GRACE_S + 2
 
 
 @pytest.mark.parametrize("sent", [0, 3], ids=["nothing", "a byte now and then"])

@@ -3,7 +3,8 @@
 
 A body has `body_grace_s` and one second more for every `min_body_bytes_per_s` bytes that have arrived; only time spent
 waiting for the client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees
-a client that has left. Knows no route. Held by tests/entrypoints/test_body_pace.py.
+a client that has left. What a route leaves unread is read, at the same pace, before its answer ends: a connection that
+is closed with bytes unread is reset, and a client that sends all before it reads never sees the answer. Knows no route. Held by tests/entrypoints/test_body_pace.py.
 """
 
 import asyncio
@@ -17,6 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_omni.entrypoints.openai.errors import ApiError
 
 logger = logging.getLogger("vllm." + __name__)
+
+
+_MOST_DISCARDED_BYTES = 1 << 28
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +71,21 @@ class _PacedRequest:
         return message
 
     async def send(self, message: Message) -> None:
-        if not self._is_over:
-            self._has_answer = True
-            await self._send(message)
+        if self._is_over:
+            return
+        self._has_answer = True
+        ends = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if ends and self._has_more and _body_follows(self._scope):
+            await self._send({**message, "more_body": True})
+            await self._discard()
+            message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
+
+    async def _discard(self) -> None:
+        """Read what the route left of the body, up to a bound."""
+        left = _MOST_DISCARDED_BYTES
+        while self._has_more and not self._is_over and left > 0:
+            left -= len((await self.receive()).get("body", b""))
 
     async def _refuse(self) -> None:
         self._is_over = True
@@ -84,3 +100,10 @@ class _PacedRequest:
         response = ApiError(408, text, code="timeout").response()
         response.headers["Connection"] = "close"
         await response(self._scope, self._receive, self._send)
+
+
+def _body_follows(scope: Scope) -> bool:
+    """Whether the client sends a body, without waiting for leave to do so."""
+    headers = dict(scope["headers"])
+    has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    return has_body and b"expect" not in headers
