@@ -4,7 +4,8 @@
 A body has `body_grace_s` and one second more for every `min_body_bytes_per_s` bytes that have arrived; only time spent
 waiting for the client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees
 a client that has left. What a route leaves unread is read, at the same pace, before its answer ends: a connection that
-is closed with bytes unread is reset, and a client that sends all before it reads never sees the answer. Knows no route. Held by tests/entrypoints/test_body_pace.py.
+is closed with bytes unread is reset, and a client that sends all before it reads never sees the answer. Knows no route.
+Held by tests/entrypoints/test_body_pace.py.
 """
 
 import asyncio
