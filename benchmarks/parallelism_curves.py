@@ -93,7 +93,8 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "vae_stage, CUDA graphs"): (
         "1 GPU + VAE, CUDA graphs",
-        "launched as graphs, passes follow one another on the device; the VAE's GPU is idle a third of the time",
+        "launched as graphs, passes follow one another on the device; the VAE's GPU decodes {this.decode:.0f} of "
+        "{this.each_chunk:.0f} ms",
     ),
     ("causal Wan 1.3B", "ulysses"): (
         "Ulysses 2",
@@ -160,6 +161,15 @@ _WHY = {
         "the stream of temporal 2 with both steps on one GPU: the VAE's is busy {this.decode:.0f} of "
         "{this.each_chunk:.0f} ms, the other less",
     ),
+    ("causal Wan 1.3B", "matched2_temporal2, CUDA graphs"): (
+        "temporal 2, two steps, CUDA graphs",
+        "the last stage has a step and the decode, {this.decode:.0f} of {this.each_chunk:.0f} ms",
+    ),
+    ("causal Wan 1.3B", "matched2_vae_stage, CUDA graphs"): (
+        "1 GPU + VAE, two steps, CUDA graphs",
+        "both GPUs are busy nearly all the time: two passes of {this.a_pass:.0f} ms on one, a decode of "
+        "{this.decode:.0f} of {this.each_chunk:.0f} ms on the other",
+    ),
     ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
     ("causal Wan 14B", "ulysses4_vae_parallel"): (
         "Ulysses 4, parallel decode",
@@ -186,16 +196,21 @@ class _Figures:
         self.chunk_fifth = row.chunk_ms / 5
 
 
+_GRAPHS_BY_DEFAULT = "2026-11-25"
+"""The first day whose results are of graphs unless an option says otherwise."""
+
+
 def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
     """(model, row) -> the newest measurement of benchmarks/pipeline_parallel.py on H200."""
     found = {}
     for path in sorted(path for path in RESULTS.glob("*_pipeline_parallel_*.json") if "_before_" not in path.stem):
         run = json.loads(path.read_text())
         result = run["result"]
+        by_default = run["date"] >= _GRAPHS_BY_DEFAULT
         if result["model"] in _TITLES and all("H200" in gpu for gpu in run["hardware"]["gpus"]):
             for name, row in result["rows"].items():
                 if "error" not in row:
-                    graphs = ", CUDA graphs" if row["model_options"].get("cuda_graphs") else ""
+                    graphs = ", CUDA graphs" if row["model_options"].get("cuda_graphs", by_default) else ""
                     moved = ", measured partition" if row.get("omni_options", {}).get("pipeline_partition") else ""
                     found[_TITLES[result["model"]], name + moved + graphs] = row
     return found

@@ -55,8 +55,9 @@ def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             down, up = (files.RANK, module.in_features), (module.out_features, files.RANK)
             tensors[f"{name}.lora_A.weight"] = torch.randn(down, generator=generator) / module.in_features**0.5
             tensors[f"{name}.lora_B.weight"] = 0.4 * torch.randn(up, generator=generator)
-    save_file(tensors, tmp_path_factory.mktemp("adapter") / "ink.safetensors")
-    return tmp_path_factory.getbasetemp() / "adapter0" / "ink.safetensors"
+    path = tmp_path_factory.mktemp("adapter") / "ink.safetensors"
+    save_file(tensors, path)
+    return path
 
 
 def video(worker: Worker, session: str, lora: list[Lora] | None = None) -> torch.Tensor:
