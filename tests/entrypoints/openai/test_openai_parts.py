@@ -163,12 +163,12 @@ def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> Non
     ],
 )
 def test_a_truth_value_is_no_number_and_a_number_no_truth_value(cls: Any, field: str, value: Any) -> None:
-    """As the description says; text stays both, since a form has nothing else."""
+    """As the description says; in a form text is both, since it has nothing else."""
     with pytest.raises(ApiError, match=f"'{field}': Input should be a valid") as refused:
         read_request(cls, {"prompt": "a", field: value})
     assert refused.value.status == 400
     form = {"prompt": "a", "n": "3", "stream": "true"}
-    request = read_request(ImageGenerationRequest, form)
+    request = read_request(ImageGenerationRequest, form, is_form=True)
     assert (request.n, request.stream) == (3, True)
 
 
@@ -326,3 +326,19 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(ApiError, match="more than 262144 values") as refused:
         body_of(many, max_bytes=2_000_000)
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [("seed", 3, "number"), ("n", 3, "number"), ("guidance_scale", 3, "number"), ("stream", 1, "boolean")],
+)
+def test_numbers_and_truth_values_are_text_in_forms_only(field: str, value: int, kind: str) -> None:
+    """As the schema says of JSON."""
+    fields = {"prompt": "a cat", field: str(value)}
+    assert getattr(read_request(ImageGenerationRequest, fields, is_form=True), field) == value
+    with pytest.raises(ApiError, match=f"'{field}': Input should be a valid {kind}; got '{value}'"):
+        read_request(ImageGenerationRequest, fields)
+
+
+def test_seconds_may_be_text_in_json_too() -> None:
+    assert read_request(VideoRequest, {"prompt": "a cat", "seconds": "4"}).seconds == 4

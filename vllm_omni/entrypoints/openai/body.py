@@ -35,6 +35,7 @@ class Body:
 
     fields: dict[str, Any]
     files: dict[str, list[bytes]] = field(default_factory=dict)
+    is_form: bool = False
 
 
 async def read_body(request: Request, max_bytes: int) -> Body:
@@ -99,7 +100,7 @@ async def _read_form(request: Request, data: bytes) -> Body:
         raise invalid(
             f"the form cannot be read; at most {_MAX_FILES} files and {_MAX_FIELDS} fields", code="invalid_form"
         ) from None
-    return Body(fields, files)
+    return Body(fields, files, is_form=True)
 
 
 def _add_field(fields: dict[str, Any], name: str, value: str) -> None:

@@ -92,7 +92,7 @@ class ImageRoutes:
         body = await read_body(request, self._limits.max_body_bytes)
         if body.files:
             raise invalid("this route takes no files; send them to /v1/images/edits", next(iter(body.files)))
-        asked = read_request(ImageGenerationRequest, body.fields)
+        asked = read_request(ImageGenerationRequest, body.fields, body.is_form)
         plan = plan_pictures(asked, self._served)
         return await self._answer(request, self._call(request, asked, plan, {}, is_edit=False))
 
@@ -100,7 +100,7 @@ class ImageRoutes:
     async def edits(self, request: Request) -> Response:
         body = await read_body(request, self._limits.max_body_bytes)
         sources, mask = _edit_inputs(body)
-        asked = read_request(ImageEditRequest, body.fields)
+        asked = read_request(ImageEditRequest, body.fields, body.is_form)
         if not self._served.capabilities.edits_images:
             raise unsupported(self._served, "edit pictures")
         if mask is not None and not self._served.capabilities.mask:

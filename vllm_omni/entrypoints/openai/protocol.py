@@ -8,7 +8,16 @@ served model's capabilities are `plan.py`'s. Held by tests/entrypoints/openai/te
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
@@ -23,21 +32,31 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuse booleans, which Python counts as 0 and 1; text is allowed, since form fields are text."""
+    """Refuse booleans, which Python counts as 0 and 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return value
 
 
-def _no_number(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+def _number(value: Any, info: ValidationInfo) -> Any:
+    """Also refuse text, but in forms, whose fields are all text."""
+    if isinstance(value, str) and not (info.context or {}).get("is_form", False):
+        raise PydanticCustomError("number_type", "Input should be a valid number")
+    return _no_boolean(value)
+
+
+def _boolean(value: Any, info: ValidationInfo) -> Any:
+    """Refuse numbers, and text but in forms."""
+    is_text = isinstance(value, str) and not (info.context or {}).get("is_form", False)
+    if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
         raise PydanticCustomError("bool_type", "Input should be a valid boolean")
     return value
 
 
-Boolean = Annotated[bool, BeforeValidator(_no_number)]
-Integer = Annotated[int, BeforeValidator(_no_boolean)]
-Number = Annotated[float, BeforeValidator(_no_boolean)]
+Boolean = Annotated[bool, BeforeValidator(_boolean)]
+Integer = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number)]
+NumberOrText = Annotated[float, BeforeValidator(_no_boolean)]
 _TimedPrompt = Annotated[TimedPrompt, PlainValidator(TimedPrompt.read), WithJsonSchema(JSON_SCHEMA)]
 M = TypeVar("M", bound=BaseModel)
 
@@ -111,7 +130,7 @@ class ImageEditRequest(ImageGenerationRequest):
 
 class VideoRequest(_Request):
     prompt: Prompt | None = Field(None, description="Required, except by models that take none.")  # type: ignore[assignment]
-    seconds: Annotated[Number, Field(gt=0, le=3600)] | None = Field(
+    seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = Field(
         None, description="Length of the video, as text or number; the nearest length the model can make."
     )
     # extensions
@@ -210,10 +229,13 @@ class VideoDeleted(BaseModel):
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_request(cls: type[M], fields: Mapping[str, Any]) -> M:
-    """Check a body's fields. Raises `ApiError` 400 naming the first wrong one, its value and the allowed values."""
+def read_request(cls: type[M], fields: Mapping[str, Any], is_form: bool = False) -> M:
+    """Check a body's fields. Raises `ApiError` 400 naming the first wrong one, its value and the allowed values.
+
+    is_form: numbers may be text.
+    """
     try:
-        return cls.model_validate(dict(fields))
+        return cls.model_validate(dict(fields), context={"is_form": is_form})
     except ValidationError as error:
         raise _as_api_error(cls, error) from None
 

@@ -56,7 +56,7 @@ class VideoRoutes:
         self._jobs.check_room()
         body = await read_body(request, self._limits.max_body_bytes)
         source = _reference(body)
-        asked = read_request(VideoRequest, body.fields)
+        asked = read_request(VideoRequest, body.fields, body.is_form)
         arrays: dict[str, np.ndarray] = {}
         if source is not None and is_clip(source):
             check_video_edit(asked, self._served)
