@@ -20,8 +20,8 @@ from vllm_omni.entrypoints.openai.errors import ApiError
 
 logger = logging.getLogger("vllm." + __name__)
 
-
 _MOST_DISCARDED_BYTES = 1 << 28
+"""Of a body that its route left unread; a longer one's connection is closed as it is."""
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):

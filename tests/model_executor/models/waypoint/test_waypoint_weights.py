@@ -23,6 +23,7 @@ from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import shapes_of
+from vllm_omni.planning.waypoint import waypoint_config
 from vllm_omni.testing.parity.comparison import read_tensors
 from vllm_omni.testing.tiny.waypoint import make_tiny
 
@@ -134,25 +135,9 @@ def test_two_biases_of_a_block_are_each_used_for_their_half(tmp_path: Path) -> N
 
 def test_full_sized_networks_have_their_parameters() -> None:
     """1.5: 1,281,960,088 with two biases a block instead of one and the unread embedding left out; 1-Small likewise."""
-    small = {
-        **RELEASED,
-        "model_type": "waypoint-1",
-        "d_model": 2560,
-        "n_layers": 22,
-        "n_heads": 40,
-        "n_kv_heads": 20,
-        "mlp_ratio": 5,
-        "channels": 16,
-        "width": 16,
-        "tokens_per_frame": 256,
-        "value_residual": False,
-        "gated_attn": True,
-        "prompt_conditioning": "cross_attention",
-        "prompt_conditioning_period": 3,
-        "prompt_embedding_dim": 2048,
-    }
-    for values, total, unread in ((RELEASED, 1_281_960_088, 2048), (small, 2_303_004_096, 2560 + 2048)):
-        config = WaypointConfig.from_checkpoint(values)
+    small = waypoint_config("waypoint_1_small")
+    released = WaypointConfig.from_checkpoint(RELEASED)
+    for config, total, unread in ((released, 1_281_960_088, 2048), (small, 2_303_004_096, 2560 + 2048)):
         with torch.device("meta"):
             model = WaypointTransformer(config)
         assert sum(p.numel() for p in model.parameters()) == total - unread + config.d_model * config.n_layers
