@@ -8,7 +8,8 @@
 chunk's time runs from that moment until it is there, so a server that stands still counts for every chunk that it
 delays. First they are alone, then beside each attack of `realtime_attackers.py` in turn; `/health` is asked for all the
 time. Added latency is a chunk's time less the median of those before the attacks: in the quiet time it is the noise of
-the machine and of the engine. `other_load` is how many cores other programs of the machine used meanwhile.
+the machine and of the engine. Attackers take what processor time the others leave (`nice`): they would be other
+machines. `other_load` is how many cores other programs of the machine used meanwhile.
 """
 
 import argparse
@@ -137,7 +138,7 @@ class OtherLoad:
 def attackers(kind: str, port: int, sockets: int, session_id: str) -> subprocess.Popen[str]:
     options = {"kind": kind, "port": port, "sockets": sockets, "path": f"/v1/sessions/{session_id}/snapshot"}
     command = [sys.executable, str(_HERE / "realtime_attackers.py"), json.dumps(options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(["nice", "-n", "19", *command], stdout=subprocess.PIPE, text=True)
 
 
 class Neighbourhood:
@@ -204,10 +205,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--attack", choices=ATTACKS, nargs="+", default=ATTACKS)
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--attackers", type=int, default=8, help="sockets of an attack (default: 8)")
-    parser.add_argument("--period-s", type=float, default=0.5, help="of a neighbour's chunks (default: 0.5)")
+    parser.add_argument("--period-s", type=float, default=2.0, help="of a neighbour's chunks (default: 2)")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--height", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each attack, and before them (default: 20)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each attack, and before them (default: 30)")
     parser.add_argument("--warm-up-s", type=float, default=10.0)
     add_output_arguments(parser)
     return parser

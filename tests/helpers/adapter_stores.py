@@ -20,6 +20,7 @@ def make_store(
     max_cpu_loras: int = 4,
     max_rank: int = 64,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> AdapterStore:
     """adapters: name -> file or directory."""
     config = LoRAConfig(
@@ -28,7 +29,7 @@ def make_store(
         max_lora_rank=max_rank,  # type: ignore[arg-type]
         lora_dtype=dtype,
     )
-    store = AdapterStore(model.adapter_targets(), config, torch.device("cpu"))
+    store = AdapterStore(model.adapter_targets(), config, torch.device(device))
     for number, (name, path) in enumerate((adapters or {}).items(), start=1):
         store.add(LoRARequest(name, number, str(path)))
     return store

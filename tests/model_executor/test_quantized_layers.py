@@ -75,7 +75,8 @@ NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], in
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_only_the_products_of_blocks_are_quantized(name: str) -> None:
-    """Not embeddings, time, text, modulation, camera, head; each is asked for once, by its name in the pipeline."""
+    """Not embeddings, time, text, modulation, head; each is asked for once, by its name in the pipeline. Camera layers
+    are as a config that does not quantize while loading has them."""
     make, prefix, layers, blocks = NETWORKS[name]
     quantization = Quantization()
     with torch.device("meta"):

@@ -271,12 +271,13 @@ def test_the_command_prints_the_best_split_and_its_flags(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
 def test_quantized_weights_are_those_of_the_blocks(quantization: str) -> None:
-    """Of LingBot's 18.5 billion numbers the blocks' own layers have 14; camera layers, embeddings and head stay."""
+    """Of LingBot's 18.5 billion numbers the blocks' own layers have 14, camera layers, in int8, 4; the rest stays."""
     plain = model_of("lingbot_world")
     assert 0.74 < plain.block_parameters / plain.parameters < 0.77
+    assert 0.22 < plain.camera_parameters / plain.parameters < 0.24
     quantized = replace(plain, weight_itemsize=WEIGHT_ITEMSIZES[quantization])
     saved = weight_bytes(plain, Split()) - weight_bytes(quantized, Split())
-    assert saved == plain.block_parameters * (2 - WEIGHT_ITEMSIZES[quantization])
+    assert saved == plain.block_parameters * (2 - WEIGHT_ITEMSIZES[quantization]) + plain.camera_parameters
     halves = weight_bytes(plain, Split(2, tensor=True)) - weight_bytes(quantized, Split(2, tensor=True))
     assert halves == saved / 2
 

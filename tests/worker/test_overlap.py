@@ -10,6 +10,7 @@ import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.worker.diffusion.decode import ResultStream
+from vllm_omni.worker.diffusion import pacing
 from vllm_omni.worker.diffusion.pacing import StepPacer
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
 from vllm_omni.worker.diffusion.roles.last import LastStage
@@ -117,12 +118,28 @@ def test_the_decode_runs_beside_later_work_and_reads_what_was_there() -> None:
 
 
 class Device:
-    """CUDA events of a device whose steps take `step_ms`: what the host waited for is in `ended`."""
+    """CUDA events of a device that takes `step_ms` before each, and a clock that only goes while the host waits."""
 
-    def __init__(self, step_ms: float) -> None:
-        self.step_ms = step_ms
-        self.launched = 0
-        self.ended = 0
+    def __init__(self, step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.step_s = step_ms / 1e3
+        self.now_s = 0.0
+        self.ends_s: list[float] = []
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(pacing, "time", self)
+
+    @property
+    def launched(self) -> int:
+        return len(self.ends_s)
+
+    @property
+    def ended(self) -> int:
+        return sum(end_s <= self.now_s for end_s in self.ends_s)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
     def event(self, enable_timing: bool) -> "Device.Event":
         assert enable_timing
@@ -133,47 +150,58 @@ class Device:
             self.device = device
 
         def record(self) -> None:
-            self.device.launched += 1
-            self.number = self.device.launched
+            device = self.device
+            device.ends_s.append(max([device.now_s, *device.ends_s[-1:]]) + device.step_s)
+            self.end_s = device.ends_s[-1]
 
         def synchronize(self) -> None:
-            self.device.ended = max(self.device.ended, self.number)
+            self.device.now_s = max(self.device.now_s, self.end_s)
 
         def query(self) -> bool:
-            return self.number <= self.device.ended
+            return self.end_s <= self.device.now_s
 
         def elapsed_time(self, end: "Device.Event") -> float:
-            assert end.number <= self.device.ended, "a time that is not known yet"
-            return (end.number - self.number) * self.device.step_ms
+            assert end.query(), "a time that is not known yet"
+            return (end.end_s - self.end_s) * 1e3
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "stages", "hurry", "ahead"),
+    ("step_ms", "stages", "hurry", "before_end_ms"),
     [
-        (10.0, False, False, 1),
-        (50.0, False, False, 0),
-        (60.0, False, False, 0),
-        (60.0, False, True, 1),
-        (60.0, True, False, 1),
-        (200.0, True, False, 0),
+        (10.0, False, False, 10.0),
+        (51.0, False, False, 10.0),
+        (60.0, False, False, 10.0),
+        (60.0, False, True, 60.0),
+        (60.0, True, False, 60.0),
+        (200.0, True, False, 30.0),
     ],
 )
-def test_the_host_is_a_step_ahead_of_the_device_and_not_at_all_where_steps_are_long(
-    monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, ahead: int
+def test_the_host_is_a_step_ahead_of_the_device_and_less_where_steps_are_long(
+    monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, before_end_ms: float
 ) -> None:
-    device = Device(step_ms)
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    """How long before the end of what the device is at the next step may be launched; the device never idles."""
+    device = Device(step_ms, monkeypatch)
     pacer = StepPacer(torch.device("cuda"), stages=stages)
     for _ in range(6):
         pacer.launched()
         pacer.wait(hurry=hurry)
-    assert device.launched - device.ended == ahead
+    assert device.ends_s[-1] == pytest.approx(6 * step_ms / 1e3)
+    assert device.ends_s[-1] - device.now_s == pytest.approx(before_end_ms / 1e3, abs=1e-6)
+
+
+def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(200.0, monkeypatch)
+    pacer = StepPacer(torch.device("cuda"))
+    for step_s in (0.2, 0.2, 0.2, 0.07):
+        device.step_s = step_s
+        pacer.launched()
+        pacer.wait(hurry=False)
+    assert device.ends_s[-1] <= device.now_s < device.ends_s[-1] + 0.002
 
 
 def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it has ended; what the device is at is no step's time yet."""
-    device = Device(10.0)
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    device = Device(10.0, monkeypatch)
     pacer, told = StepPacer(torch.device("cuda")), []
     for _ in range(4):
         pacer.launching()
@@ -181,13 +209,12 @@ def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest
         pacer.wait(hurry=False)
         told.append((pacer.before_s, pacer.unfinished))
     assert told[:2] == [(None, True)] * 2 and told[2:] == [(pytest.approx(0.01), True)] * 2
-    device.ended = device.launched
+    device.sleep(1.0)
     assert not pacer.unfinished
 
 
 def test_a_launch_that_was_not_announced_tells_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(10.0)
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    Device(10.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     pacer.launching()
     for _ in range(3):
@@ -209,18 +236,19 @@ def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is made up, beside a runner on the CPU")
 def test_a_ready_result_shortens_the_wait_for_the_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 60 ms are waited for, but not before a result goes out: the client would get it a step later."""
-    device = Device(60.0)
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    """Steps of 60 ms are nearly waited for, but not before a result goes out: the client would get it a step later."""
+    device = Device(60.0, monkeypatch)
     parts = replace(runner.parts, pacer=StepPacer(torch.device("cuda")))
     monkeypatch.setattr(runner, "role", LastStage(parts, EveryStep(runner.model, ends_steps=True)))
     denoise(runner, chunk("a", 0))
-    assert device.ended == device.launched == STEPS
+    assert device.ended == device.launched - 1 == STEPS - 1
     outcome = execute(runner, step(running=["a"], new=[chunk("b", 1)]))
     assert outcome["a"] is not None and outcome["b"] is None
     assert device.launched == STEPS + 1 and device.ended == STEPS
+    assert device.ends_s[-1] - device.now_s == pytest.approx(device.step_s)
     execute(runner, step(finished=["a"], running=["b"]))
-    assert device.ended == device.launched == STEPS + 2
+    assert device.launched == STEPS + 2 and device.ended == STEPS + 1
+    assert device.ends_s[-1] - device.now_s < device.step_s / 4
 
 
 def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ _DECODE_EXCHANGES = 34
 """Of one latent frame, if ranks decode together: rows before each of 33 convolutions, and the attention's K/V."""
 _TEXT_WEIGHTS = 11.4e9
 """umt5-xxl, bf16."""
-_BF16 = 2
+_BF16, _INT8 = 2, 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class StreamModel:
     value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
     keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights,
     which are on every rank with layers (context_everywhere) or on the first one alone.
-    weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included.
+    weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included; of camera layers 1,
+    if it is less than in bf16.
     adapters, adapter_rank: slots of LoRA adapters and their rank. sides: inputs and outputs of all matrices, added up.
     frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
     change it. linears: parameters of the linear layers that a token passes. kv_dim: width of keys and of values. 0 of
@@ -132,6 +133,11 @@ class StreamModel:
     def block_parameters(self) -> int:
         """Of the linear layers of all blocks: those that quantization takes."""
         return self.linears or self.layers * (8 * self.dim**2 + 2 * self.dim * self.ffn_dim)
+
+    @property
+    def camera_parameters(self) -> int:
+        """Of four square layers a block; quantization keeps them in int8."""
+        return 4 * self.layers * self.dim**2 if self.camera else 0
 
     @property
     def area(self) -> float:
@@ -400,6 +406,8 @@ def weight_bytes(model: StreamModel, split: Split, *, first_stage: bool = True) 
     shared = split.layer_parts * (split.ranks if split.tensor else 1)
     adapters = adapter_bytes(model, split)
     saved = model.block_parameters * (_BF16 - model.weight_itemsize)
+    if model.weight_itemsize < _BF16:
+        saved += model.camera_parameters * (_BF16 - _INT8)
     held = first_stage or model.context_everywhere
     context = model.context_weights if held and not model.text_on_cpu else 0
     return (model.parameters * _BF16 - saved) / shared + adapters + model.autoencoder.weights + context

@@ -67,14 +67,20 @@ def test_a_cpu_attends_to_widened_numbers() -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper card"
 )
 def test_cudnn_computes_that_product() -> None:
-    """Of all tokens and of chosen ones, in and out of CUDA graphs, within the rounding of one number in a hundred."""
+    """Of all tokens and of chosen ones, in and out of CUDA graphs, as near to the attention of the stored numbers.
+
+    Not the same numbers: cuDNN rounds probabilities as they are against the largest score so far, not of all.
+    """
     q, stored, stored_as = window("cuda", tokens=300, keys=1300, heads=4, width=128)
     scales = stored_as.scales()
     assert scales is not None
     found = module.fp8_attention(q, stored, scales[0])
     assert found is not None, "vLLM's CUDA builds require cuDNN's Python package"
-    wanted = module.by_product(exact_product, q, stored, scales[0])
-    assert relative(found, wanted) < 0.02
+    wanted = attention(q.float(), *plain_widen(stored, scales[0], torch.float32))
+    emulated = module.by_product(exact_product, q, stored, scales[0])
+    for head in range(q.shape[1]):
+        error, expected = (relative(each[:, head], wanted[:, head]) for each in (found, emulated))
+        assert error < 1.2 * expected < 0.08, (head, error, expected)
 
     chosen = torch.arange(1300, device="cuda").roll(400)[:1200]
     other = module.fp8_attention(q, stored, scales[0], chosen)

@@ -7,7 +7,7 @@ from helpers.triton_interpreter import interpret
 
 from vllm_omni.model_executor.layers import fp8_kernels
 from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, plain_narrow, plain_widen, widen
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, plain_narrow, plain_widen, widen, widen_rows
 
 DEVICES = [
     "cpu",
@@ -64,6 +64,17 @@ def test_numbers_are_rounded_to_the_nearest_and_cut(
         assert torch.equal(target[kind].float(), wanted.float())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 24), (3, 5120)])
+def test_each_row_of_a_weight_has_a_scale_of_its_own(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Any scale: the product is rounded once."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
+    scale = torch.rand(shape[0], 1, generator=generator).to(device)
+    assert torch.equal(widen_rows(weight, scale, dtype), (weight.float() * scale).to(dtype))
+
+
 def test_scales_may_stand_before_or_behind_the_products() -> None:
     """Keys' scales multiplied into queries and values' into the result give the bits of scaled keys and values."""
     generator = torch.Generator().manual_seed(0)
@@ -77,7 +88,7 @@ def test_scales_may_stand_before_or_behind_the_products() -> None:
 _INTERPRETED = """
 import torch
 from vllm_omni.model_executor.layers import fp8_triton
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, plain_narrow, plain_widen
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, plain_narrow, plain_widen, plain_widen_rows
 generator = torch.Generator().manual_seed(0)
 for tokens, heads, width in [(7, 3, 16), (9, 2, 24)]:
     buffer = (100 * torch.randn(2, tokens + 4, heads, width, generator=generator)).to(FP8)[:, :tokens]
@@ -93,6 +104,11 @@ for tokens, heads, width in [(7, 3, 16), (9, 2, 24)]:
     fp8_triton.narrow((kv[:, 1], kv[:, 2]), scales, buffer)
     for kind in range(2):
         assert torch.equal(buffer[kind].float(), plain_narrow(kv[:, 1 + kind], scales[kind]).float())
+weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
+scale = 2.0 ** torch.arange(-2, 3).view(5, 1)  # the interpreter cuts where it should round to bf16
+for dtype in (torch.float32, torch.bfloat16):
+    found = fp8_triton.widen(weight[None, None], scale.view(1, -1), dtype, rows=1)
+    assert torch.equal(found[0, 0], plain_widen_rows(weight, scale, dtype))
 print("equal")
 """
 

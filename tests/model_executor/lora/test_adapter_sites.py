@@ -31,7 +31,7 @@ SHAPES = {
     "out.weight": (3, 6),
     "out.bias": (3,),
 }
-IN_USE = [ActiveAdapter(slot=1, placed=1, version=1, scale=1.0)]
+IN_USE = [ActiveAdapter(slot=1, layout=1, version=1, scale=1.0)]
 
 
 class Network(nn.Module):

@@ -74,16 +74,21 @@ def test_an_adapter_loaded_in_place_is_another_from_the_next_chunk_on(paths: dic
         assert torch.equal(model.layer(torch.ones(1, 4)), old)
 
 
-def test_keys_tell_weights_and_addresses_apart(paths: dict[str, Path]) -> None:
-    """Another strength is other weights at the same addresses; a slot filled anew is other addresses."""
+def test_keys_tell_weights_and_addresses_apart(paths: dict[str, Path], tmp_path: Path) -> None:
+    """Another strength, or another adapter of the same modules and ranks, is other weights at the same addresses: what
+    was captured with one slot's adapter serves the next one there."""
+    target = Model().adapter_targets()["transformer"]
+    higher = files.factors(target, ["layer"], seed=9, rank=3)
+    paths = {**paths, "higher": files.write_community_ab(higher, tmp_path / "higher.safetensors")}
     store = make_store(Model(), paths, max_loras=1)
     keys = []
-    for choice in (Lora(name="n0"), Lora(name="n0", scale=0.5), Lora(name="n1"), Lora(name="n0")):
+    for choice in (Lora(name="n0"), Lora(name="n0", scale=0.5), Lora(name="n1"), Lora(name="higher"), Lora(name="n0")):
         with store.applied(store.select([choice])):
             keys.append((weights_key(), addresses_key()))
     assert active_adapters() == ()
-    (full, first), (half, same), _, (again, moved) = keys
-    assert first == same and full != half and full == again and first != moved
+    (full, first), (half, same), (other, replaced), (_, larger), (again, back) = keys
+    assert len({full, half, other}) == 3 and again == full
+    assert first == same == replaced == back != larger
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over FP8 (e4m3) keys and values: widen stored numbers, round new ones.
+"""Passes over numbers of 8 bits: widen stored ones, round new ones. Those of windows are e4m3, of some weights int8.
 
 Each is limited by memory. Plain torch needs two to four passes, the broadcast scale without wide loads; a Triton kernel
 (`fp8_triton.py`) needs one. The plain versions define the result and run where there is none (a CPU, cards before Ada);
@@ -7,7 +7,7 @@ kernels give their bits, since scales are powers of two.
 Held by tests/model_executor/layers/test_fp8_kernels.py; timed by benchmarks/attention_kernels.py.
 """
 
-# K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
+# K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim; O outputs and I inputs of a weight
 
 from functools import cache
 from types import ModuleType
@@ -49,6 +49,19 @@ def plain_widen(
     if tokens_S is not None:
         stored_KSNH = stored_KSNH.index_select(1, tokens_S)
     return stored_KSNH.to(dtype).mul_(scales_KN[:, None, :, None].to(dtype))
+
+
+def widen_rows(stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `stored * scale` of each row, rounded once, in `dtype`. stored_OI: int8. scales_O1: fp32."""
+    if (kernels := _kernels(stored_OI.device)) is not None:
+        widened: torch.Tensor = kernels.widen(stored_OI[None, None], scales_O1.view(1, -1), dtype, rows=1)
+        return widened[0, 0]
+    return plain_widen_rows(stored_OI, scales_O1, dtype)
+
+
+def plain_widen_rows(stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out_OI = torch.empty(stored_OI.shape, dtype=dtype, device=stored_OI.device)
+    return torch.mul(stored_OI, scales_O1, out=out_OI)
 
 
 def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor) -> None:

@@ -33,11 +33,13 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
     resolve_quant_method,
 )
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
+from vllm_omni.model_executor.layers.int8_weights import Int8WeightMethod
 from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelContext, ShardedModule
 from vllm_omni.model_executor.layers.rounded_input import Input, product
 
@@ -83,18 +85,29 @@ class LinearPrecision(QuantizationConfig):
     """How each linear layer of a model keeps its weights: as they were loaded, or as the engine's quantization says.
 
     quantization: vLLM's config of `--quantization`, None = nothing is quantized. kept: patterns (`fnmatch`) of layers'
-    names that stay as they were loaded all the same.
+    names that stay as they were loaded all the same. int8: of those that only their weights are rounded of, to int8,
+    where the engine quantizes as it loads; a checkpoint that is stored quantized has them as they shall be.
     """
 
-    def __init__(self, quantization: QuantizationConfig | None = None, kept: Sequence[str] = ()) -> None:
+    def __init__(
+        self, quantization: QuantizationConfig | None = None, kept: Sequence[str] = (), int8: Sequence[str] = ()
+    ) -> None:
         super().__init__()
-        self.quantization, self.kept = quantization, tuple(kept)
+        self.quantization, self.kept, self.int8 = quantization, tuple(kept), tuple(int8)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase:
-        if self.quantization is None or any(fnmatchcase(prefix, pattern) for pattern in self.kept):
+        if self.quantization is None or _named(prefix, self.kept):
             return PlainLinearMethod()
+        if _named(prefix, self.int8):
+            return Int8WeightMethod() if self._quantizes_while_loading(layer, prefix) else PlainLinearMethod()
         method = resolve_quant_method(self.quantization, layer, prefix)
         return PlainLinearMethod() if method is None or type(method) is UnquantizedLinearMethod else method
+
+    def _quantizes_while_loading(self, layer: nn.Module, prefix: str) -> bool:
+        online = self.quantization
+        if not isinstance(online, OnlineQuantizationConfig):
+            return False
+        return online.resolve_quant_method_cls(type(layer), prefix) is not None
 
     def get_name(self) -> Any:
         return "plain"
@@ -373,6 +386,10 @@ class _Rows:
         shape = (own * self.full // self.own, *parameter.shape[1:])
         target = parameter.data[row : row + own]
         return CheckpointSlot(shape, target, (0, self.rank * own), _loader(parameter, *shard))
+
+
+def _named(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _await_bias(layer: LinearBase) -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """slot: where it lies. placed: a number that no other placement of an adapter in a slot has. version: of its
-    weights, the same wherever they lie. scale: its strength."""
+    """slot: where it lies. layout: equal for adapters that change the same modules at the same ranks, so that one takes
+    exactly the memory of the other in a slot. version: of its weights, the same wherever they lie. scale: its strength.
+    """
 
     slot: int
-    placed: int
+    layout: int
     version: int
     scale: float
 
@@ -34,8 +35,8 @@ def weights_key() -> Hashable:
 
 
 def addresses_key() -> Hashable:
-    """Equal for two forwards exactly if they read the same memory: strengths are numbers on the device."""
-    return tuple((adapter.slot, adapter.placed) for adapter in _active)
+    """Equal for two forwards exactly if they read the same memory: weights and strengths are numbers on the device."""
+    return tuple((adapter.slot, adapter.layout) for adapter in _active)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ tests/model_executor/lora/test_adapter_files.py.
 # r rank, I inputs, O outputs of a module
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,6 +27,7 @@ from vllm_omni.model_executor.lora.files import (
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.tensor_files import Shape
 
+_DIGESTING_THREADS = 4
 Place = tuple[str, str]
 """(network, module or tensor)."""
 
@@ -53,6 +56,12 @@ class AdapterWeights:
     vectors: Mapping[Place, torch.Tensor]
     digest: str
 
+    @cached_property
+    def layout(self) -> Hashable:
+        """Equal for adapters whose tensors have the same places and shapes."""
+        matrices = ((place, one.rank, one.bias is None) for place, one in self.matrices.items())
+        return frozenset(matrices), frozenset(self.vectors)
+
 
 def load_adapter(
     path: str, targets: Mapping[str, AdapterTarget], max_rank: int, dtype: torch.dtype, own: "OwnPlaces"
@@ -71,13 +80,18 @@ def load_adapter(
         wanted = {place: keys for place, keys in contents.matrices.items() if place in own.matrices}
         named = {place: stored for place, stored in contents.vectors.items() if place in own.vectors}
         stored = [name for keys in wanted.values() for name in keys.names.values()] + list(named.values())
-        data = dict(_digested(file, contents, frozenset(stored), digest))
-        for place, keys in wanted.items():
-            matrices[place] = _difference(file, keys, data, dtype)
+        with ThreadPoolExecutor(_DIGESTING_THREADS) as beside:
+            data, digests = _read(file, frozenset(stored), beside)
+            for place, keys in wanted.items():
+                matrices[place] = _difference(file, keys, data, dtype)
+            digest.update(_settings(file, contents))
+            for each in digests:
+                digest.update(each.result())
         vectors |= {
-            place: data[stored].float().reshape(targets[place[0]].shapes[place[1]]) for place, stored in named.items()
+            place: data[stored].to(torch.float32, copy=True).reshape(targets[place[0]].shapes[place[1]])
+            for place, stored in named.items()
         }
-        if bad := [name for name, tensor in data.items() if not bool(torch.isfinite(tensor).all())]:
+        if bad := [name for name, tensor in data.items() if not _is_finite(tensor)]:
             raise AdapterError(f"{file.source.where} has NaN or Inf in {some(bad)}")
     return AdapterWeights(matrices, vectors, digest.hexdigest())
 
@@ -88,18 +102,32 @@ class OwnPlaces:
     vectors: frozenset[Place]
 
 
-def _digested(
-    file: AdapterFile, contents: Contents, wanted: Collection[str], digest: "hashlib.blake2b"
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read a file whole, so that every rank has the same digest, and yield the tensors in `wanted`."""
+def _read(
+    file: AdapterFile, wanted: Collection[str], beside: Executor
+) -> tuple[dict[str, torch.Tensor], list["Future[bytes]"]]:
+    """Read a file whole, so that every rank has the same digest.
+
+    Returns the tensors in `wanted`, and the digests of all, which `beside` makes, in the order of the file.
+    """
+    data, digests = {}, []
+    for name, tensor in file.source.read(sorted(file.source.shapes)):
+        digests.append(beside.submit(_digest, name, tensor))
+        if name in wanted:
+            data[name] = tensor
+    return data, digests
+
+
+def _digest(name: str, tensor: torch.Tensor) -> bytes:
+    digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _settings(file: AdapterFile, contents: Contents) -> bytes:
+    """What a file says of its tensors' strengths."""
     modules = {keys.settings_name for keys in contents.matrices.values()}
     strengths = [] if file.scaling is None else [(name, file.scaling(name)) for name in sorted(modules)]
-    digest.update(repr((file.network, strengths)).encode())
-    for name, tensor in file.source.read(sorted(file.source.shapes)):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        if name in wanted:
-            yield name, tensor
+    return repr((file.network, strengths)).encode()
 
 
 def some(names: Sequence[str]) -> str:
@@ -116,17 +144,29 @@ def _difference(file: AdapterFile, keys: MatrixKeys, data: Mapping[str, torch.Te
         scaling = 1.0 if file.scaling is None else file.scaling(keys.settings_name)
         if alpha is not None:
             scaling = float(alpha) / down.shape[0]
-        downs.append(down.flatten(1).float())
-        ups.append(up.flatten(1).float() * scaling)
+        downs.append(down.flatten(1))
+        ups.append(up.flatten(1) if scaling == 1 else up.flatten(1).float() * scaling)
     if whole is not None:
         first, second = _factors(whole.flatten(1).float())
         downs.append(first)
         ups.append(second)
     return LowRank(
-        torch.cat(downs).to(dtype).contiguous() if downs else None,
-        torch.cat(ups, dim=1).to(dtype).contiguous() if ups else None,
-        None if bias is None else bias.flatten().to(dtype),
+        _kept(downs, 0, dtype),
+        _kept(ups, 1, dtype),
+        None if bias is None else _kept([bias.flatten()], 0, dtype),
     )
+
+
+def _kept(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """The parts side by side, in memory of their own: what was read may still lie in the file."""
+    if len(parts) > 1:
+        return torch.cat([part.float() for part in parts], dim=dim).to(dtype)
+    return parts[0].to(dtype, copy=True).contiguous() if parts else None
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """One pass over memory: a sum has NaN or Inf if any of its numbers is, and rarely else."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
 
 
 def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ tests/model_executor/lora/test_adapter_store.py.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -130,8 +130,9 @@ class AdapterStore(NoAdapters):
         )
         self._known: dict[str, LoRARequest] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()
-        self._placed: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """version -> (slot, number of the placement)."""
+        self._placed: OrderedDict[int, int] = OrderedDict()
+        """version -> slot."""
+        self._layouts: dict[Hashable, int] = {}
         self._shown_scales = [1.0] * config.max_loras
         self._numbers = itertools.count(1)
         for sites in self._sites.values():
@@ -241,26 +242,25 @@ class AdapterStore(NoAdapters):
 
     def _place(self, used: UsedAdapter, selection: Selection) -> ActiveAdapter:
         """Have an adapter in a slot, at its strength."""
-        placed = self._placed.get(used.version)
-        if placed is None:
-            placed = self._free_slot({other.version for other in selection}), next(self._numbers)
+        slot, weights = self._placed.get(used.version), used.adapter.weights
+        if slot is None:
+            slot = self._free_slot({other.version for other in selection})
             for name, sites in self._sites.items():
-                sites.fill(placed[0], name, used.adapter.weights)
-            self._placed[used.version] = placed
+                sites.fill(slot, name, weights)
+            self._placed[used.version] = slot
         self._placed.move_to_end(used.version)
-        slot, number = placed
         if self._shown_scales[slot] != used.scale:
             self._scales[slot].fill_(used.scale)
             self._shown_scales[slot] = used.scale
-        return ActiveAdapter(slot, number, used.version, used.scale)
+        layout = self._layouts.setdefault(weights.layout, len(self._layouts))
+        return ActiveAdapter(slot, layout, used.version, used.scale)
 
     def _free_slot(self, needed: set[int]) -> int:
-        taken = {slot for slot, _ in self._placed.values()}
-        free = next((slot for slot in range(self._slots) if slot not in taken), None)
+        free = next((slot for slot in range(self._slots) if slot not in self._placed.values()), None)
         if free is not None:
             return free
         oldest = next(version for version in self._placed if version not in needed)
-        return self._placed.pop(oldest)[0]
+        return self._placed.pop(oldest)
 
     @contextmanager
     def detached(self) -> Iterator[None]:

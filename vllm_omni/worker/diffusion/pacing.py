@@ -4,19 +4,24 @@
 Elsewhere than on CUDA the device has ended a step when its launch returns. Held by tests/worker/test_overlap.py.
 """
 
+import time
 from collections import deque
 
 import torch
 
 SLOW_STEP_MS = 50.0
-"""From here on the next step is launched only after the last has ended: about 1 % of the device's time for an abort
-that takes effect within one step."""
+"""From here on the next step is launched only when the last is about to end, so that an abort takes effect within one
+step."""
 SLOW_STAGE_MS = 150.0
 """The same with pipeline stages, where a step's way through all processes takes three times as long."""
+LEAD = 0.2
+"""How long before a slow step's expected end the next one may be launched, of the times above: 10 ms of 50. An engine
+step's way through the processes and to the first kernel takes about half of that, in which the device would idle."""
+_POLL_S = 0.001
 
 
 class StepPacer:
-    """Keeps the host at most one step ahead of the device, and not ahead at all where steps are long.
+    """Keeps the host at most one step ahead of the device, and where steps are long by no more than `LEAD` tells.
 
     So the time between two answers of the host is not that of a step: `before_s` is.
     """
@@ -27,6 +32,7 @@ class StepPacer:
         self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=2)
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=3)
+        self._launched_s = 0.0
 
     def launching(self) -> None:
         """Call before launching a step whose device time `before_s` shall tell."""
@@ -40,6 +46,7 @@ class StepPacer:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self._ends.append(end)
+            self._launched_s = time.perf_counter()
             if self._begin is not None:
                 self._spans.append((self._begin, end))
                 self._begin = None
@@ -59,8 +66,14 @@ class StepPacer:
 
     def wait(self, *, hurry: bool) -> None:
         """Call before launching a step, or earlier. hurry: a result is ready for delivery, so wait less."""
-        if len(self._ends) == 3:
-            earlier, before, last = self._ends
-            before.synchronize()
-            if not hurry and earlier.elapsed_time(before) >= self._slow_ms:
-                last.synchronize()
+        if len(self._ends) < 3:
+            return
+        earlier, before, last = self._ends
+        idle = before.query()
+        before.synchronize()
+        began_s = self._launched_s if idle else time.perf_counter()
+        step_ms = earlier.elapsed_time(before)
+        if not hurry and step_ms >= self._slow_ms:
+            until_s = began_s + (step_ms - LEAD * self._slow_ms) / 1e3
+            while not last.query() and (left_s := until_s - time.perf_counter()) > 0:
+                time.sleep(min(left_s, _POLL_S))

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from causal_wan_driver import load_model, open_session, run_chunk, stream
+from helpers import lora_files as files
+from helpers.adapter_stores import make_store
 from helpers.host_capture import hold
 
+from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 
 CHUNKS = 14
@@ -118,8 +121,39 @@ def test_a_fork_goes_on_by_graphs_of_memory_of_its_own(causal_wan: Path) -> None
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])])
+def test_an_adapter_that_takes_another_s_slot_needs_no_other_graphs(
+    causal_wan: Path, tmp_path: Path, device: str
+) -> None:
+    """Both change the same modules at the same rank; one of another rank does need them."""
+    ranks = {"ink": 4, "wool": 4, "silk": 2}
+    paths = {
+        name: files.write_causal_wan(causal_wan, tmp_path / f"{name}.safetensors", seed, rank)
+        for seed, (name, rank) in enumerate(ranks.items())
+    }
+    latents, counts = [], []
+    for by_graphs in (False, True):
+        with torch.device(device):
+            model = load_model(causal_wan, window_frames=6, sink_frames=0, cuda_graphs=by_graphs)
+        store = make_store(model, paths, max_loras=1, device=device)
+        if by_graphs and device == "cpu":
+            model.transformer.graphs = ForwardGraphs(capture=hold)
+        session, made = open_session(model, output="latents"), []
+        for name in ("ink", "wool", "ink", "silk"):
+            with store.applied(store.select([Lora(name=name)])):
+                made += [run_chunk(model, session, prompt="a beach", output="latents")[1]["latents"] for _ in range(6)]
+            counts.append(len(model.transformer.graphs or ()))
+        latents.append(made)
+    for want, got in zip(*latents, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert counts[:7] == [0] * 4 + [3 * 2] * 3 and counts[7] > counts[6]
+
+
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_cuda
 def test_on_a_device(causal_wan: Path) -> None:
     """Real graphs, the same streams bit for bit: the second replays the first's from its first pass on."""
     options = {"window_frames": 9, "sink_frames": 3}

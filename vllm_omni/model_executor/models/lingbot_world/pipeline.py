@@ -137,16 +137,13 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
         )
         request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
-        # Camera terms are several GiB at full size: a decode has room where they were. Only for a session's first frame
-        # is it worth making them again behind it, for the clean pass.
-        request.decode_early = frames.start == 0
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """As of every streaming model; then camera terms go, on all ranks at once: to make them again is collective."""
+        """As of every streaming model; camera terms, several GiB at full size, go with a chunk's last pass."""
         prediction = super().denoise_step(batch, hidden)
         for request in batch:
-            if request.step >= request.num_steps - 1 - request.decode_early:
+            if request.step == request.num_steps - 1:
                 request.work.camera = None
         return prediction
 

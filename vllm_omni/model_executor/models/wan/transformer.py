@@ -164,13 +164,15 @@ class WanTransformer(StageNetwork, Generic[Config]):
     """This rank's part of a network but for the head. Parameters are made empty, in torch's default type and device.
 
     residual_fp32: keep the residual stream in fp32, else in the model's type. quantization: of the blocks' linear
-    layers but for `high_precision`. prefix: the network's name in the pipeline, for quantization.
+    layers but for `high_precision` and `int8_weights`. prefix: the network's name in the pipeline, for quantization.
     """
 
     block_type: ClassVar[type[Block]] = Block
     high_precision: ClassVar[tuple[str, ...]] = ()
     """Linear layers of blocks (`fnmatch`) that are never quantized. Embeddings, time and text layers, modulation and
     the head never are: they are torch's own."""
+    int8_weights: ClassVar[tuple[str, ...]] = ()
+    """Those that keep int8 weights instead, and multiply in the model's type."""
 
     def __init__(
         self,
@@ -199,7 +201,8 @@ class WanTransformer(StageNetwork, Generic[Config]):
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.prefix = prefix
-        self.quant_config = LinearPrecision(quantization, [f"{prefix}.{name}" for name in self.high_precision])
+        kept, int8 = ([f"{prefix}.{name}" for name in names] for names in (self.high_precision, self.int8_weights))
+        self.quant_config = LinearPrecision(quantization, kept, int8)
         layers = parallel.layers(config.num_layers)
         made = (self._block(layer, index, chains) for index, layer in enumerate(layers))
         self.blocks = nn.ModuleDict(dict(zip(map(str, layers), get_offloader().wrap_modules(made), strict=True)))
