@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 
-from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion import pacing
+from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.pacing import StepPacer
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
 from vllm_omni.worker.diffusion.roles.last import LastStage
