@@ -3,22 +3,14 @@
 
 import pytest
 import torch
+from helpers.fp8_product import as_on_hopper, exact_product
 
 from vllm_omni.model_executor.layers import fp8_attention as module
 from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, plain_widen
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, plain_widen
 from vllm_omni.model_executor.layers.kv_format import ScaledFP8
 
 TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
-
-
-def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """What cuDNN computes, in fp32, rounded where it rounds."""
-    q_NTH, k_NSH, v_NSH = (x.float().transpose(0, 1) for x in (q_TNH, k_SNH, v_SNH))
-    scores = q_NTH @ k_NSH.transpose(1, 2) * (q_TNH.shape[-1] ** -0.5 / module._QUERY_SCALE)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    rounded = (weights * module._PROBABILITY_SCALE).to(FP8).float() / module._PROBABILITY_SCALE
-    return (rounded @ v_NSH / weights.sum(-1, keepdim=True) * module._RESULT_SCALE).transpose(0, 1).contiguous().to(FP8)
 
 
 def window(
@@ -51,6 +43,24 @@ def test_each_head_s_scale_is_undone() -> None:
     assert found.dtype == torch.bfloat16 and found.shape == q.shape
     for head in range(HEADS):
         assert relative(found[:, head], wanted[:, head]) < 0.06, head
+
+
+def test_queries_may_be_rounded_before_they_come() -> None:
+    """The same bits, from queries that are a part of a wider tensor; of all tokens and of chosen ones."""
+    q, stored, stored_as = window("cpu")
+    scales = stored_as.scales()
+    assert scales is not None
+    assert not stored_as.rounds_queries(TOKENS, stored), "this machine multiplies widened numbers"
+    rounded = torch.empty(TOKENS, 3, HEADS, DIM, dtype=FP8)[:, 1]
+    narrow((q,), module.query_scales(scales[0, :1]), rounded.unsqueeze(0))
+    with as_on_hopper():
+        for tokens in (None, torch.arange(KEYS).roll(7)[: 3 * TOKENS]):
+            assert stored_as.rounds_queries(TOKENS, stored, tokens)
+            found = stored_as.attend_rounded(rounded, stored, tokens)
+            assert found.dtype == FP8
+            widened = plain_widen(found.unsqueeze(0), module.result_scales(scales[0, 1:]), torch.bfloat16)[0]
+            assert torch.equal(widened, stored_as.attend(0, q, stored, tokens))
+        assert not stored_as.rounds_queries(TOKENS, stored[:, : 2 * TOKENS - 1]), "too few keys"
 
 
 def test_a_cpu_attends_to_widened_numbers() -> None:

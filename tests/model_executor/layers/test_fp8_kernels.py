@@ -7,7 +7,15 @@ from helpers.triton_interpreter import interpret
 
 from vllm_omni.model_executor.layers import fp8_kernels
 from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, plain_narrow, plain_widen, widen, widen_rows
+from vllm_omni.model_executor.layers.fp8_kernels import (
+    FP8,
+    narrow,
+    plain_narrow,
+    plain_widen,
+    widen,
+    widen_into,
+    widen_rows,
+)
 
 DEVICES = [
     "cpu",
@@ -43,6 +51,10 @@ def test_stored_numbers_are_multiplied_by_the_scale_of_their_head(
     assert torch.equal(widen(buffer, scales_KN, dtype).double(), wanted)
     order = torch.arange(shape[0], device=device).flip(0)[::2].contiguous()
     assert torch.equal(widen(buffer, scales_KN, dtype, order).double(), wanted[:, order])
+    apart = torch.empty(shape[0], 2, *shape[1:], dtype=FP8, device=device).copy_(buffer.transpose(0, 1))
+    out = torch.zeros(shape[0], 3, *shape[1:], dtype=dtype, device=device)
+    widen_into(apart.transpose(0, 1), scales_KN, out.transpose(0, 1)[1:])
+    assert torch.equal(out.transpose(0, 1)[1:].double(), wanted) and not out[:, 0].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -57,11 +69,14 @@ def test_numbers_are_rounded_to_the_nearest_and_cut(
     kv = (200 * torch.randn(tokens, 3, heads, width, generator=generator)).to(device, dtype)
     scales_KN = scales(2, heads, device)
     target = stored(2, shape, device, spare=3)
-    narrow((kv[:, 1], kv[:, 2]), scales_KN, target)
-    for kind in range(2):
-        wanted = kv[:, 1 + kind].double() / scales_KN[kind].double().unsqueeze(-1)
-        wanted = wanted.clamp(-448, 448).to(dtype).to(FP8)
-        assert torch.equal(target[kind].float(), wanted.float())
+    apart = torch.zeros(tokens, 3, heads, width, dtype=FP8, device=device)  # a token's kinds side by side
+    for place in (target, apart.transpose(0, 1)[1:]):
+        narrow((kv[:, 1], kv[:, 2]), scales_KN, place)
+        for kind in range(2):
+            wanted = kv[:, 1 + kind].double() / scales_KN[kind].double().unsqueeze(-1)
+            wanted = wanted.clamp(-448, 448).to(dtype).to(FP8)
+            assert torch.equal(place[kind].float(), wanted.float())
+    assert not apart[:, 0].float().any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,12 +113,19 @@ for tokens, heads, width in [(7, 3, 16), (9, 2, 24)]:
         for tokens_S in (None, order):
             found = fp8_triton.widen(buffer, scales, dtype, tokens_S)
             assert torch.equal(found, plain_widen(buffer, scales, dtype, tokens_S))
+        stored = buffer.transpose(0, 1).contiguous().transpose(0, 1)
+        out = torch.zeros(tokens, 3, heads, width, dtype=dtype)
+        fp8_triton.widen_into(stored, scales, out.transpose(0, 1)[1:])
+        assert torch.equal(out.transpose(0, 1)[1:], plain_widen(buffer, scales, dtype)) and not out[:, 0].any()
     # Of numbers that need no rounding: the interpreter's own rounding to e4m3 loses carries.
     exact = (300 * torch.randn(tokens, 3, heads, width, generator=generator)).to(FP8).float()
     kv = torch.where(exact.abs() == 448, 2 * exact, exact)
-    fp8_triton.narrow((kv[:, 1], kv[:, 2]), scales, buffer)
-    for kind in range(2):
-        assert torch.equal(buffer[kind].float(), plain_narrow(kv[:, 1 + kind], scales[kind]).float())
+    apart = torch.zeros(tokens, 3, heads, width, dtype=FP8)
+    for place in (buffer, apart.transpose(0, 1)[1:]):
+        fp8_triton.narrow((kv[:, 1], kv[:, 2]), scales, place)
+        for kind in range(2):
+            assert torch.equal(place[kind].float(), plain_narrow(kv[:, 1 + kind], scales[kind]).float())
+    assert not apart[:, 0].float().any()
 weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
 scale = 2.0 ** torch.arange(-2, 3).view(5, 1)  # the interpreter cuts where it should round to bf16
 for dtype in (torch.float32, torch.bfloat16):

@@ -72,12 +72,16 @@ def kept_copy(name: str, x: torch.Tensor) -> torch.Tensor:
     return kept_buffer(name, x.shape, x).copy_(x)
 
 
-def kept_buffer(name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor, contiguous; in a capture the same for all calls of a name and shape.
+def kept_buffer(name: str, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised tensor, contiguous; in a capture the same for all calls of a name, shape and type.
 
     So its content must be used before the next call. (A tensor for each would keep its memory for ever.)
+    dtype: None = of `like`.
     """
-    return like.new_empty(shape) if _recording is None else _recording.buffer(name, tuple(shape), like)
+    dtype = dtype or like.dtype
+    if _recording is None:
+        return like.new_empty(shape, dtype=dtype)
+    return _recording.buffer(name, tuple(shape), dtype, like.device)
 
 
 class _Recording:
@@ -105,10 +109,10 @@ class _Recording:
         self.pieces.append(run)
         self.begin()
 
-    def buffer(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        key = (name, shape, like.dtype, like.device)
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        key = (name, shape, dtype, device)
         if key not in self._buffers:
-            self._buffers[key] = like.new_empty(shape)
+            self._buffers[key] = torch.empty(shape, dtype=dtype, device=device)
         return self._buffers[key]
 
     def replay(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, in_words, narrow, widen
 
 _QUERY_SCALE = 8.0
 """Queries times their keys' scale are of the size of 1 / 4: times this, few lie below e4m3's smallest normal number."""
@@ -42,24 +42,55 @@ def fp8_attention(
     stored_2SNH: e4m3. scales_2N: fp32 powers of two. tokens_S: int64, the places of the tokens that are seen, in that
     order; None = all.
     """
-    keys = stored_2SNH.shape[1] if tokens_S is None else len(tokens_S)
-    if keys < _FEWEST_KEYS * len(q_TNH) or not _has_cudnn(q_TNH.device):
+    product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
+    return None if product is None else by_product(product, q_TNH, _chosen(stored_2SNH, tokens_S), scales_2N)
+
+
+def fp8_product(num_queries: int, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None) -> Product | None:
+    """Return the product that `fp8_attention` of so many queries takes, or None where it takes none."""
+    _, keys, *head = stored_2SNH.shape
+    keys = keys if tokens_S is None else len(tokens_S)
+    if keys < _FEWEST_KEYS * num_queries or not _has_cudnn(stored_2SNH.device):
         return None
-    if tokens_S is not None:
-        stored_2SNH = stored_2SNH.view(torch.uint8).index_select(1, tokens_S).view(FP8)
-    product = _product(tuple(q_TNH.shape), tuple(stored_2SNH.shape), stored_2SNH.stride(), q_TNH.device)
-    return None if product is None else by_product(product, q_TNH, stored_2SNH, scales_2N)
+    heads, width = head
+    stride = stored_2SNH.stride() if tokens_S is None else (keys * heads * width, heads * width, width, 1)
+    return _product((num_queries, heads, width), (2, keys, heads, width), stride, stored_2SNH.device)
 
 
 def by_product(
     product: Product, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_2N: torch.Tensor
 ) -> torch.Tensor:
     """Round queries, call the product, widen its result."""
-    k_scale_1N, v_scale_1N = scales_2N.unsqueeze(1)
     rounded_1TNH = torch.empty((1, *q_TNH.shape), dtype=FP8, device=q_TNH.device)
-    narrow((q_TNH,), (k_scale_1N * _QUERY_SCALE).reciprocal(), rounded_1TNH)
+    narrow((q_TNH,), query_scales(scales_2N[:1]), rounded_1TNH)
     out_TNH = product(rounded_1TNH[0], *stored_2SNH)
-    return widen(out_TNH.unsqueeze(0), v_scale_1N / _RESULT_SCALE, q_TNH.dtype)[0]
+    return widen(out_TNH.unsqueeze(0), result_scales(scales_2N[1:]), q_TNH.dtype)[0]
+
+
+def rounded_attention(
+    q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`fp8_attention` where there is a product, from e4m3 to e4m3: of queries that were divided by `query_scales`, and
+    not yet multiplied by `result_scales`.
+    """
+    product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
+    assert product is not None, "queries are rounded for a product"
+    adjacent_TNH = in_words(q_TNH).contiguous().view(FP8)
+    return product(adjacent_TNH, *_chosen(stored_2SNH, tokens_S))
+
+
+def query_scales(k_scales: torch.Tensor) -> torch.Tensor:
+    """Return the divisors of queries, before these are rounded, given their heads' scales of keys."""
+    return (k_scales * _QUERY_SCALE).reciprocal()
+
+
+def result_scales(v_scales: torch.Tensor) -> torch.Tensor:
+    """Return the factors of a product's result, given its heads' scales of values."""
+    return v_scales / _RESULT_SCALE
+
+
+def _chosen(stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None) -> torch.Tensor:
+    return stored_2SNH if tokens_S is None else stored_2SNH.view(torch.uint8).index_select(1, tokens_S).view(FP8)
 
 
 @cache

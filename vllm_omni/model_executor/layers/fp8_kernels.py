@@ -34,13 +34,21 @@ def widen(
 ) -> torch.Tensor:
     """Return `stored * scale` of each kind and head in `dtype`, a new [K, S, N, H].
 
-    stored_KSNH: e4m3; a kind's tokens follow each other without gaps. scales_KN: fp32 powers of two.
+    stored_KSNH: e4m3; a token's heads follow each other without gaps. scales_KN: fp32 powers of two.
     tokens_S: int64, the places of the tokens that are wanted, in that order; None = all.
     """
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         widened: torch.Tensor = kernels.widen(stored_KSNH, scales_KN, dtype, tokens_S)
         return widened
     return plain_widen(stored_KSNH, scales_KN, dtype, tokens_S)
+
+
+def widen_into(stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor) -> None:
+    """`widen` all tokens into `out`, whose tokens' heads follow each other without gaps, too."""
+    if (kernels := _kernels(stored_KSNH.device)) is not None:
+        kernels.widen_into(stored_KSNH, scales_KN, out_KSNH)
+        return
+    out_KSNH.copy_(plain_widen(stored_KSNH, scales_KN, out_KSNH.dtype))
 
 
 def plain_widen(
@@ -67,13 +75,18 @@ def plain_widen_rows(stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: to
 def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor) -> None:
     """Write one or two tensors [T, N, H], divided by their heads' scales and cut to the range, into e4m3 `target`.
 
-    scales_KN: fp32. target_KTNH: K = len(parts); a kind's tokens follow each other without gaps.
+    scales_KN: fp32. target_KTNH: K = len(parts); a token's heads follow each other without gaps.
     """
     if (kernels := _kernels(target_KTNH.device)) is not None:
         kernels.narrow(parts, scales_KN, target_KTNH)
         return
     for part, scale_N, target_TNH in zip(parts, scales_KN, target_KTNH, strict=True):
         target_TNH.copy_(plain_narrow(part, scale_N))
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """A view of `x` in numbers of eight bytes where its last dimension allows: copies of single bytes are slow."""
+    return x if x.shape[-1] * x.itemsize % torch.int64.itemsize else x.view(torch.int64)
 
 
 def plain_narrow(x_TNH: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:

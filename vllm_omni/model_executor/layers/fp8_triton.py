@@ -18,7 +18,19 @@ ROWS = 32
 
 @triton.jit
 def _widen_kernel(
-    stored, scales, tokens, out, rows, kind_stride, N: tl.constexpr, H: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+    stored,
+    scales,
+    tokens,
+    out,
+    rows,
+    stored_kind,
+    stored_token,
+    out_kind,
+    out_token,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
 ):
     """rows: S * N. tokens: None, or where each of the S tokens is stored."""
     kind = tl.program_id(1)
@@ -27,10 +39,10 @@ def _widen_kernel(
     inside = (row < rows)[:, None] & (column < H)[None, :]
     head = row % N
     token = row // N
+    target = kind.to(tl.int64) * out_kind + token.to(tl.int64) * out_token + head * H
     if tokens is not None:
         token = tl.load(tokens + token, mask=row < rows, other=0)
-    source = kind.to(tl.int64) * kind_stride + (token.to(tl.int64) * N + head) * H
-    target = (kind.to(tl.int64) * rows + row) * H
+    source = kind.to(tl.int64) * stored_kind + token.to(tl.int64) * stored_token + head * H
     x = tl.load(stored + source[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     x *= tl.load(scales + kind * N + head)[:, None]
     tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
@@ -48,6 +60,7 @@ def _narrow_kernel(
     second_token,
     second_head,
     out_kind,
+    out_token,
     N: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -66,7 +79,7 @@ def _narrow_kernel(
         x = tl.load(second + (token * second_token + head * second_head)[:, None] + column[None, :], mask=inside)
     x = x.to(tl.float32) * tl.div_rn(1.0, tl.load(scales + kind * N + head))[:, None]
     x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    target = kind.to(tl.int64) * out_kind + row.to(tl.int64) * H
+    target = kind.to(tl.int64) * out_kind + token * out_token + head * H
     tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
 
 
@@ -80,27 +93,40 @@ def widen(
     """`fp8_kernels.widen`. rows: see `ROWS`."""
     kinds, count, heads, width = stored_KSNH.shape
     count = count if tokens_S is None else len(tokens_S)
-    assert stored_KSNH.stride()[1:] == (heads * width, width, 1) and scales_KN.is_contiguous()
     out = torch.empty(kinds, count, heads, width, dtype=dtype, device=stored_KSNH.device)
+    widen_into(stored_KSNH, scales_KN, out, tokens_S, rows)
+    return out
+
+
+def widen_into(
+    stored_KSNH: torch.Tensor,
+    scales_KN: torch.Tensor,
+    out_KSNH: torch.Tensor,
+    tokens_S: torch.Tensor | None = None,
+    rows: int = ROWS,
+) -> None:
+    """`fp8_kernels.widen_into`."""
+    kinds, count, heads, width = out_KSNH.shape
+    assert stored_KSNH.stride()[2:] == out_KSNH.stride()[2:] == (width, 1) and scales_KN.is_contiguous()
     _widen_kernel[(triton.cdiv(count * heads, rows), kinds)](
         stored_KSNH,
         scales_KN,
         tokens_S,
-        out,
+        out_KSNH,
         count * heads,
-        stored_KSNH.stride(0),
+        *stored_KSNH.stride()[:2],
+        *out_KSNH.stride()[:2],
         N=heads,
         H=width,
         R=rows,
         B=triton.next_power_of_2(width),
     )
-    return out
 
 
 def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor) -> None:
     """`fp8_kernels.narrow`."""
     kinds, count, heads, width = target_KTNH.shape
-    assert kinds == len(parts) <= 2 and target_KTNH.stride()[1:] == (heads * width, width, 1)
+    assert kinds == len(parts) <= 2 and target_KTNH.stride()[2:] == (width, 1)
     first, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (parts[0], parts[-1]))
     _narrow_kernel[(triton.cdiv(count * heads, ROWS), kinds)](
         first,
@@ -110,7 +136,7 @@ def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH
         count * heads,
         *first.stride()[:2],
         *second.stride()[:2],
-        target_KTNH.stride(0),
+        *target_KTNH.stride()[:2],
         N=heads,
         H=width,
         R=ROWS,

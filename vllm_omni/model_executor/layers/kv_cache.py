@@ -135,6 +135,28 @@ class KVWindow:
             target = slice(slot * size, (slot + count) * size)
             self.format.store(layer, k_TNH[source], v_TNH[source], self.buffer[layer, :, target])
 
+    def rounded_ahead(self, frames: range) -> Self | None:
+        """Return this window if keys and values of chunk `frames` may be rounded before they come, else None.
+
+        By `scales`, which a first chunk does not know yet: they are made from it.
+        """
+        return self if frames.start > 0 and self.format.scales() is not None else None
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """[layers, 2, heads] fp32 powers of two, by which keys and values are divided before they are rounded."""
+        scales = self.format.scales()
+        assert scales is not None, "only a window that rounds has any"
+        return scales
+
+    def write_rounded(self, layer: int, frames: range, rounded_2TNH: torch.Tensor) -> None:
+        """`write` of keys and values that were divided by `scales` and rounded."""
+        size = self.tokens_per_frame
+        for offset, slot, count in self._runs(frames):
+            source = slice(offset * size, (offset + count) * size)
+            target = slice(slot * size, (slot + count) * size)
+            self.format.keep(rounded_2TNH[:, source], self.buffer[layer, :, target])
+
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(k_SNH, v_SNH)` that chunk `frames`, already written, attends to, in slot order.
 
@@ -147,6 +169,14 @@ class KVWindow:
         """Return the attention of queries of chunk `frames`, already written, to all that is `visible` to it."""
         stored_2SNH, tokens = self._seen_by(layer, frames)
         return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
+
+    def rounds_queries(self, frames: range, num_queries: int) -> bool:
+        """Whether `attend` of chunk `frames` rounds its queries, so that `attend_rounded` can take them rounded."""
+        return self.format.rounds_queries(num_queries, *self._seen_by(0, frames))
+
+    def attend_rounded(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
+        """`attend` from e4m3 to e4m3, where `rounds_queries`; see `fp8_attention.rounded_attention`."""
+        return self.format.attend_rounded(q_TNH, *self._seen_by(layer, frames))
 
     def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a part of the buffer and which of its tokens chunk `frames` sees, None = all."""

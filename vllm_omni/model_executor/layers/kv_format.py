@@ -17,8 +17,8 @@ from typing import Self
 import torch
 
 from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.fp8_attention import fp8_attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, plain_narrow, widen
+from vllm_omni.model_executor.layers.fp8_attention import fp8_attention, fp8_product, rounded_attention
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, in_words, narrow, plain_narrow, widen
 
 _HEADROOM = 16.0
 _TINIEST = 2.0**-10
@@ -44,6 +44,10 @@ class KVFormat:
         target_2TNH[0].copy_(k_TNH)
         target_2TNH[1].copy_(v_TNH)
 
+    def keep(self, rounded_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
+        """Write keys and values that are as the buffer holds them into a part of it."""
+        in_words(target_2TNH).copy_(in_words(rounded_2TNH))
+
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
         """Return keys (kind 0) or values (1) as the buffer holds them."""
         return x_TNH
@@ -66,6 +70,16 @@ class KVFormat:
         """`attention` of queries to a part of the buffer. tokens: as of `load`."""
         k_SNH, v_SNH = self.load(layer, stored_2SNH, tokens)
         return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
+
+    def rounds_queries(self, num_queries: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None) -> bool:
+        """Whether `attend` rounds so many queries to e4m3, so that `attend_rounded` can take them rounded."""
+        return False
+
+    def attend_rounded(
+        self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`attend` from e4m3 to e4m3, where `rounds_queries`; see `fp8_attention.rounded_attention`."""
+        raise NotImplementedError
 
     def rounded(self, stored: torch.Tensor) -> torch.Tensor:
         """Return float numbers in units of the buffer as the buffer would hold them."""
@@ -137,6 +151,14 @@ class ScaledFP8(KVFormat):
             if out_TNH is not None:
                 return out_TNH
         return super().attend(layer, q_TNH, stored_2SNH, tokens, key_range)
+
+    def rounds_queries(self, num_queries: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None) -> bool:
+        return fp8_product(num_queries, stored_2SNH, tokens) is not None
+
+    def attend_rounded(
+        self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return rounded_attention(q_TNH, stored_2SNH, tokens)
 
     def rounded(self, stored: torch.Tensor) -> torch.Tensor:
         return stored.clamp(-LARGEST, LARGEST).to(FP8)

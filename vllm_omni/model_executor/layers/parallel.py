@@ -9,7 +9,8 @@
 
 Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages. With a VAE stage
 (`omni.vae_stage`) the pipeline's last rank holds no layer and decodes for the others.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py and
+Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py,
+tests/model_executor/layers/test_head_exchange.py and
 tests/model_executor/layers/test_stage_places.py.
 """
 
@@ -170,41 +171,48 @@ class ParallelContext:
         between_graphs(partial(dist.all_gather, parts, own, group=self.group))
         return parts
 
-    def tokens_to_heads(self, x_BTNH: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Trade: [B, T_r, ..., N, H] (this rank's tokens) -> [B, num_tokens, ..., N_r, H] (this rank's heads)."""
+    def tokens_to_heads(self, parts: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+        """Trade each of `parts`, in one exchange: [B, T_r, N, H] (this rank's tokens) -> [B, num_tokens, N_r, H] (this
+        rank's heads). Parts are of one shape. Use the results before the next call: they may share its memory.
+        """
         if not self.sequence_parallel:
-            return x_BTNH
-        lengths = split_evenly(num_tokens, self.size)
-        heads = x_BTNH.unflatten(-2, (self.size, -1)).movedim(-3, 0)  # [rank, B, T_r, ..., N_r, H]
-        row = heads[0, :, 0].numel()
-        sent = kept_copy("tokens sent", heads).flatten()
-        received = kept_buffer("heads received", (num_tokens * row,), sent)
-        self._all_to_all(received, sent, [n * row for n in lengths], [heads[0].numel()] * self.size)
-        inner = heads.shape[3:]
-        parts = received.split([n * row for n in lengths])
-        batch = heads.shape[1]
-        return torch.cat([part.view(batch, n, *inner) for part, n in zip(parts, lengths, strict=True)], dim=1)
+            return list(parts)
+        trade = HeadTrade(self, parts[0], [(part.dtype, 1) for part in parts])
+        for place, part in zip(trade.places, parts, strict=True):
+            place[0].copy_(part.unflatten(-2, (self.size, -1)))
+        return [received[0] for received in trade.exchange(num_tokens)]
 
     def heads_to_tokens(self, x_BTNH: torch.Tensor) -> torch.Tensor:
-        """Trade back: [B, T, N_r, H] (this rank's heads) -> [B, T_r, N, H] (this rank's tokens)."""
-        if not self.sequence_parallel:
-            return x_BTNH
+        """Trade back: [B, T, N_r, H] (this rank's heads) -> [B, T_r, N, H] (this rank's tokens).
+
+        Use the result before the next call: that of a single token may share its memory.
+        """
+        return self.heads_apart(x_BTNH).flatten(2, 3) if self.sequence_parallel else x_BTNH
+
+    def heads_apart(self, x_BTNH: torch.Tensor) -> torch.Tensor:
+        """`heads_to_tokens` of sequence-parallel ranks, each rank's heads as they arrived: [B, T_r, size, N_r, H].
+
+        Use the result before the next call, whose memory it may share.
+        """
         batch, num_tokens, heads, head_dim = x_BTNH.shape
         lengths = split_evenly(num_tokens, self.size)
-        row = batch * heads * head_dim
-        sent = kept_buffer("heads sent", (num_tokens * row,), x_BTNH)
-        torch.cat([part.reshape(-1) for part in x_BTNH.split(lengths, dim=1)], out=sent)
-        own = lengths[self.rank]
-        received = kept_buffer("tokens received", (self.size * own * row,), sent)
-        self._all_to_all(received, sent, [own * row] * self.size, [n * row for n in lengths])
-        return received.view(self.size, batch, own, heads, head_dim).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        own = [lengths[self.rank]] * self.size
+        sent = kept_copy("heads sent", x_BTNH.transpose(0, 1))
+        received = kept_buffer("tokens received", (sum(own), batch, heads, head_dim), sent)
+        self.all_to_all(received.view(torch.uint8), sent.view(torch.uint8), own, lengths)
+        return received.unflatten(0, (self.size, -1)).permute(2, 1, 0, 3, 4)
 
-    def _all_to_all(
+    def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_lengths: list[int], sent_lengths: list[int]
     ) -> None:
+        """Exchange rows of the first dimension: so many of each rank's arrive, so many leave for it. Kept tensors."""
         between_graphs(
             partial(dist.all_to_all_single, received, sent, received_lengths, sent_lengths, group=self.group)
         )
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `x`, of one shape. Use them before the next call with that shape."""
+        return [x] if self.size == 1 else self._gather(x)
 
     def gather_tokens(self, x_BTD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Join the token parts of sequence-parallel ranks: [B, T_r, D] -> [B, num_tokens, D] on every rank."""
@@ -213,6 +221,44 @@ class ParallelContext:
         lengths = split_evenly(num_tokens, self.size)
         parts = self._gather(functional.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])))
         return torch.cat([part[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
+
+
+class HeadTrade:
+    """Numbers of this rank's tokens on their way to the ranks of their heads, all in one exchange of bytes.
+
+    They are written where they are sent from, and read where they arrive: of each token all its numbers lie side by
+    side, tokens of all ranks one after the other.
+
+    like: [B, T_r, N, H] on this rank. parts: type and number of tensors of that shape, the widest type first.
+    places: of each part, where to write it: [K, B, T_r, size, N_r, H], by rank and its heads.
+    """
+
+    def __init__(
+        self, parallel: ParallelContext, like_BTNH: torch.Tensor, parts: Sequence[tuple[torch.dtype, int]]
+    ) -> None:
+        batch, tokens, heads, self._width = like_BTNH.shape
+        self._parallel = parallel
+        self._parts = tuple(parts)
+        self._bytes = [kinds * heads // parallel.size * self._width * dtype.itemsize for dtype, kinds in parts]
+        shape = (parallel.size, tokens, batch, sum(self._bytes))
+        self._sent = kept_buffer("tokens sent", shape, like_BTNH, torch.uint8)
+        self.places = [part.permute(3, 2, 1, 0, 4, 5) for part in self._typed(self._sent)]
+
+    def exchange(self, num_tokens: int) -> list[torch.Tensor]:
+        """Return the received numbers, part by part: [K, B, num_tokens, N_r, H], of this rank's heads."""
+        size, tokens, batch, row = self._sent.shape
+        received = kept_buffer("heads received", (num_tokens, batch, row), self._sent)
+        lengths = split_evenly(num_tokens, size)
+        self._parallel.all_to_all(received, self._sent.flatten(0, 1), lengths, [tokens] * size)
+        return [part.permute(2, 1, 0, 3, 4) for part in self._typed(received)]
+
+    def _typed(self, bytes_: torch.Tensor) -> list[torch.Tensor]:
+        """[..., bytes of a token] -> of each part [..., K, N_r, H] in its type; views."""
+        pieces = bytes_.split(self._bytes, dim=-1)
+        return [
+            piece.view(dtype).unflatten(-1, (kinds, -1, self._width))
+            for piece, (dtype, kinds) in zip(pieces, self._parts, strict=True)
+        ]
 
 
 def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:

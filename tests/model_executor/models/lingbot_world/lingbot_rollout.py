@@ -36,10 +36,14 @@ def inputs(height: int = 4) -> dict[str, torch.Tensor]:
 
 
 def make_window(
-    model: LingBotTransformer, data: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+    model: LingBotTransformer,
+    data: dict[str, torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+    storage: torch.dtype | None = None,
+    kind: type[KVWindow] = KVWindow,
 ) -> KVWindow:
     height, width = data["y"].shape[2:]
-    return KVWindow(
+    return kind(
         num_layers=model.num_local_layers,
         window_frames=7,
         sink_frames=2,
@@ -48,6 +52,7 @@ def make_window(
         head_dim=CONFIG.head_dim,
         dtype=dtype,
         device="cpu",
+        storage=storage,
     )
 
 
@@ -71,11 +76,19 @@ def make_row(
 
 
 @torch.no_grad()
-def roll_out(stages: Sequence[LingBotTransformer], data: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the flow of every chunk's noisy step, through one model or through its pipeline stages in order."""
-    windows = [make_window(stage, data) for stage in stages]
+def roll_out(
+    stages: Sequence[LingBotTransformer],
+    data: dict[str, torch.Tensor],
+    windows: Sequence[KVWindow] | None = None,
+    chunks: Sequence[range] = CHUNKS,
+) -> list[torch.Tensor]:
+    """Return the flow of every chunk's noisy step, through one model or through its pipeline stages in order.
+
+    windows: None = new ones.
+    """
+    windows = windows or [make_window(stage, data) for stage in stages]
     flows = []
-    for frames in CHUNKS:
+    for frames in chunks:
         for timestep in TIMESTEPS:
             hidden = None
             for stage, window in zip(stages, windows, strict=True):

@@ -21,6 +21,7 @@ from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 CHUNKS = 10
 OPTIONS = {"window_frames": 9, "sink_frames": 3}
+KV_TYPES = pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
 WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
 
 
@@ -42,7 +43,7 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
     return latents
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
+@KV_TYPES
 def test_sessions_by_graphs_are_the_sessions(checkpoint: Path, kv_dtype: torch.dtype | None) -> None:
     """One after the other: the second's forwards are all replays of the first's.
 
@@ -91,14 +92,14 @@ def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
     assert len(by_graphs.transformer.graphs) == 4 * 2 - 2
 
 
-def _compare_graphs(rank: int, rendezvous: str, checkpoint: str) -> None:
+def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, kv_dtype: torch.dtype | None) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=True)
     try:
         with torch.device("cuda"):
-            plain = load_world(Path(checkpoint), parallel, **OPTIONS)
-            by_graphs = load_world(Path(checkpoint), parallel, **OPTIONS, cuda_graphs=True)
+            plain = load_world(Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS)
+            by_graphs = load_world(Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS, cuda_graphs=True)
         for got, want in zip(walk(by_graphs), walk(plain), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
         assert by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == 4 * 2
@@ -108,5 +109,8 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_ranks_by_graphs_give_what_ranks_without_give(checkpoint: Path, tmp_path: Path) -> None:
-    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(checkpoint)), 2)
+@KV_TYPES
+def test_ranks_by_graphs_give_what_ranks_without_give(
+    checkpoint: Path, tmp_path: Path, kv_dtype: torch.dtype | None
+) -> None:
+    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(checkpoint), kv_dtype), 2)

@@ -98,8 +98,8 @@ class TokenSplit:
             for q, share in zip(queries, self._shares, strict=True)
             for part in (q, k_tKH[:, share.kv], v_tKH[:, share.kv])
         ]
-        traded = self._parallel.tokens_to_heads(torch.cat(sent, dim=1).unsqueeze(0), num_tokens)[0]
-        q, k, v = traded.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        (traded,) = self._parallel.tokens_to_heads([torch.cat(sent, dim=1).unsqueeze(0)], num_tokens)
+        q, k, v = traded[0].split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         return q, k, v
 
     def to_tokens(self, expert: Expert, mixed_TNH: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,12 @@ from torch.nn import functional
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
+from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
-from vllm_omni.model_executor.models.wan.layers import patchify, stack, stack_inputs
+from vllm_omni.model_executor.models.wan.layers import patchify, stack_inputs
 from vllm_omni.model_executor.models.wan.transformer import Block
 
 

@@ -47,6 +47,9 @@ class ActionWindows(WindowSet):
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         return self["trunk"].attend(layer, frames, q_TNH)
 
+    def rounded_ahead(self, frames: range) -> KVWindow | None:
+        return self["trunk"].rounded_ahead(frames)
+
     def graph_key(self, frames: range) -> Hashable | None:
         keys = tuple(window.graph_key(frames) for window in self.windows)
         return None if None in keys else keys

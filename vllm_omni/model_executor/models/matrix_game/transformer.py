@@ -27,11 +27,12 @@ from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import apply_rope, axis_tables
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
+from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
-from vllm_omni.model_executor.models.wan.layers import ImageProjection, stack
+from vllm_omni.model_executor.models.wan.layers import ImageProjection
 from vllm_omni.model_executor.models.wan.transformer import Block
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -126,7 +127,7 @@ class ActionModule(nn.Module):
         q, k, v = self._heads(qkv, 3, self.config.mouse_width)
         if self.parallel.sequence_parallel:
             tokens = len(rows[0].action_cos)
-            q, k, v = self.parallel.tokens_to_heads(torch.stack((q, k, v), dim=2), tokens).unbind(2)
+            q, k, v = self.parallel.tokens_to_heads((q, k, v), tokens)
         attended = []
         for row, q_TNH, k_TNH, v_TNH in zip(rows, q, k, v, strict=True):
             window, places = row.window["mouse"], row.window.tokens_per_frame

@@ -21,28 +21,18 @@ from torch.nn import functional
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.head_exchange import HeadExchange, WindowRow
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ChannelWeight, ParallelContext
 from vllm_omni.model_executor.layers.rounded_input import Input, rounded
+from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 
 
-class KVView(Protocol):
-    """A window as attention uses it (`layers/kv_cache.py`): write a chunk's K/V, then attend to the visible ones."""
+class AttentionRow(WindowRow, Protocol):
+    """One row of a batch: for self-attention its chunk and window, and its prompt's [layers, 2, S, N, H]."""
 
-    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
-
-    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-
-class AttentionRow(Protocol):
-    """One row of a batch: a chunk at absolute `frames`, its window, and its prompt's [layers, 2, S, N, H]."""
-
-    @property
-    def frames(self) -> range: ...
-    @property
-    def window(self) -> KVView: ...
     @property
     def cross_kv(self) -> torch.Tensor: ...
 
@@ -85,7 +75,7 @@ class SelfAttention(nn.Module):
         rows: Sequence[AttentionRow],
         rope: tuple[torch.Tensor, torch.Tensor],
         layer: int,
-        num_tokens: int,
+        exchange: HeadExchange,
         write_only: bool,
     ) -> torch.Tensor | None:
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
@@ -94,15 +84,8 @@ class SelfAttention(nn.Module):
         q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
         k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
         v = v.unflatten(-1, k.shape[-2:])
-        if self.parallel.sequence_parallel:
-            qkv = self.parallel.tokens_to_heads(torch.stack((q, k, v), dim=2), num_tokens)
-            q, k, v = qkv.unbind(2)
-        for row, k_LNH, v_LNH in zip(rows, k, v, strict=True):
-            row.window.write(layer, row.frames, k_LNH, v_LNH)
-        if write_only:
-            return None
-        attended = [row.window.attend(layer, row.frames, q_LNH) for row, q_LNH in zip(rows, q, strict=True)]
-        return self.o(self.parallel.heads_to_tokens(stack(attended)).flatten(-2))
+        attended = exchange.attend(rows, layer, q, k, v, write_only)
+        return None if attended is None else self.o(attended.flatten(-2))
 
 
 class CrossAttention(nn.Module):
@@ -218,11 +201,6 @@ def _squares_of_all_ranks(
     if parallel.tensor_size == 1:
         return [None] * len(parts)
     return parallel.all_reduce(torch.cat([chains.sum_of_squares(part) for part in parts], dim=-1)).split(1, dim=-1)
-
-
-def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack along a new first dimension; a view when there is one part."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
 
 
 def stack_inputs(parts: Sequence[Input]) -> Input:

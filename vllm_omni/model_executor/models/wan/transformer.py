@@ -25,11 +25,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.offloader import get_offloader
 
 from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.layers.head_exchange import HeadExchange, head_exchange
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, gelu_of
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
+from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.layers.stage import StageNetwork
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -39,7 +41,6 @@ from vllm_omni.model_executor.models.wan.layers import (
     PatchEmbedding,
     SelfAttention,
     patchify,
-    stack,
 )
 
 Config = TypeVar("Config", bound=WanConfig)
@@ -139,7 +140,7 @@ class Block(nn.Module):
         rows: Sequence[WanRow],
         time: Any,
         rope: tuple[torch.Tensor, torch.Tensor],
-        num_tokens: int,
+        exchange: HeadExchange,
         write_only: bool,
     ) -> tuple[torch.Tensor, Update | None]:
         """One block, from the residual stream and its last update to the same.
@@ -152,7 +153,7 @@ class Block(nn.Module):
             hidden = self.chains.modulated_norm(x, shift1, scale1, self.eps, dtype, rounded)
         else:
             x, hidden = self.chains.after_ffn(x, *update, shift1, scale1, self.eps, dtype, rounded)
-        attended = self.self_attn(hidden, rows, rope, self.index, num_tokens, write_only)
+        attended = self.self_attn(hidden, rows, rope, self.index, exchange, write_only)
         if attended is None:
             return x, None
         x, hidden = self.after_self_attention(x, attended, gate1, rows)
@@ -301,11 +302,12 @@ class WanTransformer(StageNetwork, Generic[Config]):
         else:
             x = hidden_BTD
         rope = (stack([row.rope[0] for row in rows]), stack([row.rope[1] for row in rows]))
+        exchange = head_exchange(self.parallel, rows, num_tokens)
         last = self.num_local_layers - 1
         update = None
         for block in self._blocks():
             stop = kv_only and self.parallel.last_stage and block.index == last
-            x, update = block(x, update, rows, time, rope, num_tokens, stop)
+            x, update = block(x, update, rows, time, rope, exchange, stop)
         return x if update is None else self._blocks()[-1].chains.gated_add(x, *update)
 
     def empty_block(self, layer: int) -> Block:

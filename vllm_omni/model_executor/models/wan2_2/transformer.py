@@ -40,6 +40,9 @@ class OwnTokens:
         kv, self._kv = self._kv, None
         return attention(q_TNH, *kv)
 
+    def rounded_ahead(self, frames: range) -> None:
+        """Nothing is rounded."""
+
 
 @dataclass(frozen=True)
 class VideoRow:

@@ -36,8 +36,8 @@ from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.layers.stage import StageNetwork
-from vllm_omni.model_executor.models.wan.layers import stack
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
 from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRings, Rotation
 

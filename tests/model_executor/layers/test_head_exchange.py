@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks trade tokens for heads and back; rounding before the exchange gives the bits of rounding behind it."""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.fp8_product import as_on_hopper
+from helpers.rank_processes import run_ranks
+from helpers.triton_interpreter import interpret
+
+from vllm_omni.model_executor.layers import forward_graphs, fp8_kernels
+from vllm_omni.model_executor.layers.head_exchange import (
+    HeadExchange,
+    RoundedExchange,
+    RoundedQueriesExchange,
+    head_exchange,
+)
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.kv_format import FP8
+from vllm_omni.model_executor.layers.parallel import HeadTrade, ParallelContext
+from vllm_omni.model_executor.layers.rows import stack
+
+LAYERS, HEADS, CHUNK, RANKS = 2, 4, 3, 2
+WINDOW = 7
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """tokens: of a frame. offsets: by how many chunks each session is ahead."""
+
+    tokens: int
+    offsets: tuple[int, ...] = (0,)
+    dim: int = 16
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Row:
+    window: KVWindow
+    frames: range
+
+
+@contextmanager
+def group(rank: int, rendezvous: str, backend: str = "gloo") -> Iterator[ParallelContext]:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    try:
+        yield ParallelContext(rank, RANKS, dist.group.WORLD, sequence_parallel=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def make_window(heads: int, sizes: Sizes, storage: torch.dtype | None = FP8) -> KVWindow:
+    return KVWindow(
+        num_layers=LAYERS,
+        window_frames=WINDOW,
+        sink_frames=2,
+        tokens_per_frame=sizes.tokens,
+        num_heads=heads,
+        head_dim=sizes.dim,
+        dtype=torch.bfloat16,
+        device=sizes.device,
+        storage=storage,
+    )
+
+
+def projected(rows: list[Row], layer: int, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of all tokens and heads, [B, T, N, H]; head n has keys 30^n times as large. Values are a
+    part of a wider tensor."""
+    per_row = []
+    for number, row in enumerate(rows):
+        generator = torch.Generator().manual_seed(1000 * number + 10 * row.frames.start + layer)
+        per_row.append(torch.randn(sizes.tokens * CHUNK, HEADS, 3 * sizes.dim, generator=generator))
+    q, k, v = torch.stack(per_row).to(sizes.device).chunk(3, dim=-1)
+    factors = 30.0 ** (torch.arange(HEADS, device=sizes.device)[:, None] - 1)
+    wider = torch.cat((v, v), dim=2).bfloat16()
+    return (q / factors).bfloat16(), (k * factors).bfloat16(), wider[:, :, HEADS:]
+
+
+def play(
+    parallel: ParallelContext, sizes: Sizes, *, ahead: bool
+) -> tuple[list[torch.Tensor], list[KVWindow], list[type[HeadExchange]]]:
+    """Attention's results of this rank's tokens, the windows, and each forward's kind of exchange, of a few chunks.
+
+    ahead: whether numbers may be rounded before the exchange.
+    """
+    windows = [make_window(HEADS // parallel.size, sizes) for _ in sizes.offsets]
+    results, kinds = [], []
+
+    def chunk(rows: list[Row]) -> None:
+        num_tokens = sizes.tokens * CHUNK
+        exchange = head_exchange(parallel, rows, num_tokens) if ahead else HeadExchange(parallel, num_tokens)
+        kinds.append(type(exchange))
+        own = parallel.token_slice(num_tokens)
+        for layer in range(LAYERS):
+            q, k, v = (x[:, own] for x in projected(rows, layer, sizes))
+            attended = exchange.attend(rows, layer, q, k, v, write_only=False)
+            assert attended is not None and attended.shape == q.shape
+            results.append(attended)
+        q, k, v = (x[:, own] for x in projected(rows, 0, sizes))
+        assert exchange.attend(rows, 0, q, k, v, write_only=True) is None
+
+    for window, offset in zip(windows, sizes.offsets, strict=True):
+        for number in range(offset):
+            chunk([Row(window, range(CHUNK * number, CHUNK * (number + 1)))])
+    for number in range(4):
+        starts = [CHUNK * (number + offset) for offset in sizes.offsets]
+        chunk([Row(window, range(s, s + CHUNK)) for window, s in zip(windows, starts, strict=True)])
+    return results, windows, kinds
+
+
+class AtOnce(forward_graphs._Recording):
+    """A capture as far as memory goes: what lies between graphs is shared, and nothing waits for a replay."""
+
+    def break_for(self, run: Callable[[], object]) -> None:
+        run()
+
+
+@contextmanager
+def in_a_capture() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_graphs, "_recording", AtOnce(None, {}))
+        yield
+
+
+def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool) -> None:
+    """hopper: whether attention is to multiply in FP8."""
+    found, windows, kinds = play(parallel, sizes, ahead=True)
+    wanted, other_windows, _ = play(parallel, sizes, ahead=False)
+    with in_a_capture():
+        captured = [play(parallel, sizes, ahead=ahead)[0] for ahead in (True, False)]
+    for ours, *others in zip(found, wanted, *captured, strict=True):
+        assert all(torch.equal(ours, other) for other in others)
+    for ours, theirs in zip(windows, other_windows, strict=True):
+        assert torch.equal(ours.buffer.view(torch.uint8), theirs.buffer.view(torch.uint8))
+        assert torch.equal(ours.scales, theirs.scales)
+    rounded, offsets = RoundedQueriesExchange if hopper else RoundedExchange, sizes.offsets
+    first = 1 if 0 in offsets else 0
+    assert [kind for kind in kinds if kind is not HeadExchange] == [rounded] * (4 - first + max(sum(offsets) - 1, 0))
+    assert kinds[-1] is rounded
+    if sizes.device == "cpu":  # elsewhere kernels may sum in another order for other numbers of heads
+        one_rank, _, _ = play(ParallelContext(), sizes, ahead=True)
+        own = parallel.token_slice(sizes.tokens * CHUNK)
+        for ours, whole in zip(found, one_rank, strict=True):
+            assert torch.equal(ours, whole[:, own])
+
+
+def _compare(rank: int, rendezvous: str, hopper: bool) -> None:
+    with group(rank, rendezvous) as parallel, as_on_hopper() if hopper else nullcontext():
+        for sizes in (Sizes(6), Sizes(3), Sizes(5, (2, 0))):
+            compare(parallel, sizes, hopper=hopper)
+
+
+@pytest.mark.parametrize("hopper", [False, True], ids=["products in bf16", "products in FP8"])
+def test_rounded_before_the_exchange_as_behind_it(hopper: bool, tmp_path: Path) -> None:
+    """As on one rank, and in a capture: one session, an odd number of tokens, a batch of sessions at other chunks."""
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper), RANKS)
+
+
+def _compare_on_gpus(rank: int, rendezvous: str) -> None:
+    torch.cuda.set_device(rank)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    with group(rank, rendezvous, "nccl") as parallel:
+        for sizes in (Sizes(200, (0,), 128, f"cuda:{rank}"), Sizes(75, (2, 0), 128, f"cuda:{rank}")):
+            compare(parallel, sizes, hopper=hopper)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_round_before_the_exchange_as_behind_it(tmp_path: Path) -> None:
+    run_ranks(_compare_on_gpus, (str(tmp_path / "rendezvous"),), RANKS)
+
+
+def _trade(rank: int, rendezvous: str) -> None:
+    with group(rank, rendezvous) as parallel:
+        generator = torch.Generator().manual_seed(0)
+        for batch, tokens in ((1, 6), (2, 5), (2, 1)):
+            q, k, v = torch.randn(3, batch, tokens, HEADS, 16, generator=generator)
+            own, heads = parallel.token_slice(tokens), slice(2 * rank, 2 * rank + 2)
+            for got, whole in zip(
+                parallel.tokens_to_heads([x[:, own] for x in (q, k, v)], tokens), (q, k, v), strict=True
+            ):
+                assert torch.equal(got, whole[:, :, heads])
+            assert torch.equal(parallel.heads_to_tokens(q[:, :, heads]), q[:, own])
+
+            trade = HeadTrade(parallel, q[:, own], [(torch.float32, 1), (torch.bfloat16, 2)])
+            for place, parts in zip(trade.places, ((q,), (k, v)), strict=True):
+                for kind, part in zip(place, parts, strict=True):
+                    kind.copy_(part[:, own].unflatten(-2, (RANKS, -1)))
+            wide, narrow = trade.exchange(tokens)
+            assert torch.equal(wide[0], q[:, :, heads])
+            assert torch.equal(narrow, torch.stack((k, v))[:, :, :, heads].bfloat16())
+
+
+def test_tensors_of_several_types_are_traded_in_one_exchange(tmp_path: Path) -> None:
+    run_ranks(_trade, (str(tmp_path / "rendezvous"),), RANKS)
+
+
+def test_windows_that_do_not_round_and_first_chunks_go_the_plain_way() -> None:
+    parallel = ParallelContext(0, RANKS, sequence_parallel=True)
+    plain, rounding = make_window(2, Sizes(4), storage=None), make_window(2, Sizes(4))
+    first, later = range(CHUNK), range(CHUNK, 2 * CHUNK)
+    for rows in ([Row(plain, later)], [Row(rounding, first)], [Row(rounding, later), Row(rounding, first)]):
+        assert type(head_exchange(parallel, rows, 12)) is HeadExchange
+    assert type(head_exchange(ParallelContext(), [Row(rounding, later)], 12)) is HeadExchange
+
+
+def test_one_row_is_not_copied() -> None:
+    row = torch.zeros(2)
+    assert stack([row]).data_ptr() == row.data_ptr()
+    assert stack([row, row]).shape == (2, 2)
+
+
+# -- kernels, by Triton's interpreter ----------------------------------------------------------------------------------
+
+
+def _interpreted(rank: int, rendezvous: str) -> None:
+    from vllm_omni.model_executor.layers import fp8_triton
+
+    fp8_kernels._kernels = lambda device: fp8_triton  # type: ignore[assignment]
+    with group(rank, rendezvous) as parallel:
+        compare(parallel, Sizes(2), hopper=False)
+        with as_on_hopper():
+            compare(parallel, Sizes(2, (1, 0)), hopper=True)
+
+
+def interpreted() -> None:
+    """Both ranks, in processes that are forked: the interpreter is chosen when Triton is imported."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_interpreted, args=(rank, f"{folder}/rendezvous")) for rank in range(RANKS)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    print([rank.exitcode for rank in ranks])
+
+
+def test_kernels_round_into_what_is_sent() -> None:
+    """What CUDA devices do, but for the product."""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    code = f"import sys; sys.path[:0] = {paths}; import test_head_exchange; test_head_exchange.interpreted()"
+    assert interpret("-c", code).endswith("[0, 0]\n")

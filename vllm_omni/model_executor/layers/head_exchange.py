@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HeadExchange`: self-attention to windows of keys and values, with sequence-parallel ranks' exchanges around it.
+
+A rank has queries, keys and values of its tokens, all heads; its windows have all tokens of its heads. So ranks trade
+tokens for heads, attend, and trade back.
+
+Where windows keep keys and values in FP8, `RoundedExchange` rounds them before the exchange instead of behind it,
+straight into the buffer that is sent; where attention multiplies in FP8, too, `RoundedQueriesExchange` does so with
+queries, and widens the result behind its exchange. Half the bytes move, and windows and results keep their bits. A
+head's scales are on that head's rank: ranks gather them once a forward, so that nothing is kept of them beside the
+windows. A session's first chunk, of which its scales are made, goes the plain way.
+Held by tests/model_executor/layers/test_head_exchange.py.
+"""
+
+# B rows (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of all ranks, N heads, N_r heads
+# of this rank, H head dim
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from vllm_omni.model_executor.layers.fp8_attention import query_scales, result_scales
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen_into
+from vllm_omni.model_executor.layers.parallel import HeadTrade, ParallelContext
+from vllm_omni.model_executor.layers.rows import stack
+
+
+class RoundedView(Protocol):
+    """A window (`KVWindow`) as attention uses it where numbers are rounded before they come."""
+
+    @property
+    def scales(self) -> torch.Tensor: ...
+
+    def rounds_queries(self, frames: range, num_queries: int) -> bool: ...
+
+    def write_rounded(self, layer: int, frames: range, rounded_2TNH: torch.Tensor) -> None: ...
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+    def attend_rounded(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+
+class KVView(Protocol):
+    """A window as attention uses it (`kv_cache.py`): write a chunk's K/V, then attend to the visible ones."""
+
+    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+    def rounded_ahead(self, frames: range) -> RoundedView | None: ...
+
+
+class WindowRow(Protocol):
+    """One row of a batch: a chunk at absolute `frames`, and its window."""
+
+    @property
+    def frames(self) -> range: ...
+    @property
+    def window(self) -> KVView: ...
+
+
+def head_exchange(parallel: ParallelContext, rows: Sequence[WindowRow], num_tokens: int) -> "HeadExchange":
+    """Return the exchange of one forward; alike on all ranks. num_tokens: of a row, over all ranks. Collective."""
+    if parallel.sequence_parallel:
+        windows = [row.window.rounded_ahead(row.frames) for row in rows]
+        rounding = [window for window in windows if window is not None]
+        if len(rounding) == len(rows):
+            frames = [row.frames for row in rows]
+            rounds = all(w.rounds_queries(f, num_tokens) for w, f in zip(rounding, frames, strict=True))
+            kind = RoundedQueriesExchange if rounds else RoundedExchange
+            return kind(parallel, num_tokens, rounding)
+    return HeadExchange(parallel, num_tokens)
+
+
+class HeadExchange:
+    """Numbers are exchanged as they are; without sequence parallelism, not at all."""
+
+    def __init__(self, parallel: ParallelContext, num_tokens: int) -> None:
+        self.parallel = parallel
+        self.num_tokens = num_tokens
+
+    def attend(
+        self,
+        rows: Sequence[WindowRow],
+        layer: int,
+        q_BTNH: torch.Tensor,
+        k_BTNH: torch.Tensor,
+        v_BTNH: torch.Tensor,
+        write_only: bool,
+    ) -> torch.Tensor | None:
+        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`.
+
+        All [B, T_r, N, H] of this rank's tokens, the result too.
+        """
+        q, k, v = self.parallel.tokens_to_heads((q_BTNH, k_BTNH, v_BTNH), self.num_tokens)
+        for row, k_TNH, v_TNH in zip(rows, k, v, strict=True):
+            row.window.write(layer, row.frames, k_TNH, v_TNH)
+        if write_only:
+            return None
+        attended = [row.window.attend(layer, row.frames, q_TNH) for row, q_TNH in zip(rows, q, strict=True)]
+        return self.parallel.heads_to_tokens(stack(attended))
+
+
+class RoundedExchange(HeadExchange):
+    """Keys and values are rounded before the exchange; queries go as they are. windows: of the rows."""
+
+    def __init__(self, parallel: ParallelContext, num_tokens: int, windows: Sequence[RoundedView]) -> None:
+        super().__init__(parallel, num_tokens)
+        self.windows = tuple(windows)
+        own_BL2N = stack([window.scales for window in windows])
+        # [B, L, rank, 2, N_r], of keys and values
+        self.scales = torch.stack(parallel.all_gather(own_BL2N), dim=2)
+
+    def attend(
+        self,
+        rows: Sequence[WindowRow],
+        layer: int,
+        q_BTNH: torch.Tensor,
+        k_BTNH: torch.Tensor,
+        v_BTNH: torch.Tensor,
+        write_only: bool,
+    ) -> torch.Tensor | None:
+        trade = HeadTrade(self.parallel, q_BTNH, [(self._query_type(q_BTNH), 1), (FP8, 2)])
+        places_q, places_kv = trade.places
+        q, k, v = (x.unflatten(-2, (self.parallel.size, -1)) for x in (q_BTNH, k_BTNH, v_BTNH))
+        self._send_queries(layer, q, places_q)
+        for number, scales in enumerate(self.scales[:, layer]):
+            for rank, scales_2N in enumerate(scales):
+                narrow((k[number, :, rank], v[number, :, rank]), scales_2N, places_kv[:, number, :, rank])
+        (queries,), keys_values = trade.exchange(self.num_tokens)
+        for number, (window, row) in enumerate(zip(self.windows, rows, strict=True)):
+            window.write_rounded(layer, row.frames, keys_values[:, number])
+        if write_only:
+            return None
+        attended = [
+            self._attend(window, layer, row.frames, q_TNH)
+            for window, row, q_TNH in zip(self.windows, rows, queries, strict=True)
+        ]
+        return self._to_tokens(layer, attended, q_BTNH.dtype)
+
+    def _query_type(self, q_BTNH: torch.Tensor) -> torch.dtype:
+        return q_BTNH.dtype
+
+    def _send_queries(self, layer: int, q: torch.Tensor, places: torch.Tensor) -> None:
+        """q: [B, T_r, rank, N_r, H]. places: [1, B, T_r, rank, N_r, H]."""
+        places[0].copy_(q)
+
+    def _attend(self, window: RoundedView, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
+        return window.attend(layer, frames, q_TNH)
+
+    def _to_tokens(self, layer: int, attended_TNH: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Each row's attention, of this rank's heads -> [B, T_r, N, H]."""
+        return self.parallel.heads_to_tokens(stack(attended_TNH))
+
+
+class RoundedQueriesExchange(RoundedExchange):
+    """Queries are rounded, too, and attention's result is widened only behind its exchange: the product is in FP8."""
+
+    def __init__(self, parallel: ParallelContext, num_tokens: int, windows: Sequence[RoundedView]) -> None:
+        super().__init__(parallel, num_tokens, windows)
+        k_scales, v_scales = self.scales.unbind(3)
+        self.query_scales = query_scales(k_scales).unsqueeze(3)
+        self.result_scales = result_scales(v_scales).contiguous()
+
+    def _query_type(self, q_BTNH: torch.Tensor) -> torch.dtype:
+        return FP8
+
+    def _send_queries(self, layer: int, q: torch.Tensor, places: torch.Tensor) -> None:
+        for number, scales in enumerate(self.query_scales[:, layer]):
+            for rank, scales_1N in enumerate(scales):
+                narrow((q[number, :, rank],), scales_1N, places[:, number, :, rank])
+
+    def _attend(self, window: RoundedView, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
+        return window.attend_rounded(layer, frames, q_TNH)
+
+    def _to_tokens(self, layer: int, attended_TNH: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        rounded_BTNH = stack([x_TNH.view(torch.uint8) for x_TNH in attended_TNH]).view(FP8)
+        apart = self.parallel.heads_apart(rounded_BTNH)
+        out = torch.empty(apart.shape, dtype=dtype, device=apart.device)
+        for row_apart, scales, row_out in zip(apart, self.result_scales[:, layer], out, strict=True):
+            widen_into(row_apart.transpose(0, 1), scales, row_out.transpose(0, 1))
+        return out.flatten(2, 3)

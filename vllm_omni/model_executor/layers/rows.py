@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a batch.
+
+Held by tests/model_executor/layers/test_head_exchange.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack along a new first dimension; a view when there is one part."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
