@@ -17,14 +17,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from functools import partial
 from typing import Final
 
 import numpy as np
 
 from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import SessionMeter
-from vllm_omni.entrypoints.realtime.asked_chunk import AskedChunk
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
 from vllm_omni.entrypoints.realtime.deadline import Deadline
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
@@ -33,6 +31,7 @@ from vllm_omni.entrypoints.realtime.journal import Journal
 from vllm_omni.entrypoints.realtime.play_clock import Due, PlayClock
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Reply, Run
 from vllm_omni.entrypoints.realtime.session_host import SessionHost, SessionKey
+from vllm_omni.entrypoints.realtime.settled import settled
 from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
 
@@ -180,7 +179,7 @@ class Session:
         image, warnings = await self._begin(run)
         planned = len(run.sizes)
         self.allowance.charge_chunks(max(0, planned - run.completed))  # a live run is charged chunk by chunk
-        in_flight: deque[AskedChunk] = deque()
+        in_flight: deque[asyncio.Task[ChunkResult]] = deque()
         deadline = Deadline(limits.chunk_timeout_s)
         spans = run.spans(facts)
         most_in_flight = source.most_in_flight(facts, limits)
@@ -200,7 +199,7 @@ class Session:
                 span = next(spans)
                 controls = source.sample(span)
                 run.controls.append(controls)
-                in_flight.append(AskedChunk(partial(self._request_chunk, run, span, image, controls)))
+                in_flight.append(asyncio.create_task(self._request_chunk(run, span, image, controls)))
             return False
 
         try:
@@ -215,8 +214,8 @@ class Session:
                         self.allowance.check_chunk()
                     continue  # there is a chunk in the quota now, or the client has paused again
                 with deadline:
-                    await in_flight[0].settled()
-                result = in_flight.popleft().task.result()
+                    await settled(in_flight[0])
+                result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine goes on while this chunk is rendered and sent
                 await self._render(run, chunk)
@@ -408,12 +407,12 @@ class Session:
             run.append(Reply(chunk.chunk_index, part, payload, num_frames, chunk.result.trace if is_last else None))
         self._trim_journal()
 
-    async def _abort(self, run: Run, asked: Iterable[AskedChunk], refused: bool = False) -> None:
+    async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
         """Take the chunks that the engine has answered, drop the rest, and note whether the position is certain.
 
         refused: the engine refused an earlier chunk, so none of these can have been committed.
         """
-        in_flight, answered = deque(chunk.task for chunk in asked), []
+        answered = []
         while in_flight and in_flight[0].done() and not in_flight[0].cancelled() and not in_flight[0].exception():
             answered.append(in_flight.popleft().result())
         for task in in_flight:
