@@ -143,7 +143,10 @@ def test_an_envelope_of_another_writer_is_read() -> None:
         (envelope_of({"tensors": []}), "header: Object missing required field `meta`"),
         (envelope_of({"meta": [], "tensors": []}), r"header: Expected `object`, got `array` - at `\$.meta`"),
         (envelope_of({"meta": {}, "tensors": {}}), r"header: Expected `array`, got `object` - at `\$.tensors`"),
-        (envelope_of({"meta": {}, "tensors": [[]]}), r"Expected `array` of length 4 - at `\$.tensors\[0\]`"),
+        (
+            envelope_of({"meta": {}, "tensors": [[]]}),
+            r"of at least length 4, got 0 - at `\$.tensors\[0\]`",
+        ),
         (envelope_of({"meta": {"error": "full"}, "tensors": []}), "^malformed envelope header: error is not a map$"),
         (envelope_of({"meta": {}, "tensors": [["x", "uint8", [True], 128]]}), "Expected `int`, got `bool`"),
         (envelope_of({"meta": {}, "tensors": [["x", "uint8", [-1], 128]]}), r"bad shape \[-1\]"),

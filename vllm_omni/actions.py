@@ -96,10 +96,13 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def button_of_key(self, key: str) -> str | None:
         """The button that a camera key (`CAMERA_KEYS`) presses: the one so named, else the page's for that key."""
-        if key in self.button_names:
-            return key
-        code = f"Key{key.upper()}"
-        return next((button.name for button in self.buttons if code in button.codes), None)
+        code, found = f"Key{key.upper()}", None
+        for button in self.buttons:
+            if button.name == key:
+                return key
+            if found is None and code in button.codes:
+                found = button.name
+        return found
 
     def describe(self) -> str:
         """The actions it takes, for refusals: one line, at most `_MOST_LISTED` names of each kind."""

@@ -112,9 +112,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 def engine_prompt() -> Any:
     """Return the prompt of every diffusion request: one token to schedule; everything else is in the params."""
-    from vllm.inputs import tokens_input
+    import vllm.inputs
 
-    return tokens_input(prompt_token_ids=[0])
+    return vllm.inputs.tokens_input(prompt_token_ids=[0])
 
 
 def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:

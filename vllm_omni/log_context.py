@@ -11,37 +11,38 @@ user's logging configuration names `ContextFilter` before vLLM is up. Held by te
 import contextlib
 import contextvars
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 NAMES: Final = ("request_id", "session_id")
-_IDS: Final[dict[str, contextvars.ContextVar[str | None]]] = {
-    name: contextvars.ContextVar(f"omni_{name}", default=None) for name in NAMES
-}
+_ids: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("omni_log_ids", default={})  # noqa: B039
+"""Those that are known, in the order of `NAMES`; never changed in place."""
 
 
 @contextlib.contextmanager
 def bound(*, request_id: str | None = None, session_id: str | None = None) -> Iterator[None]:
     """Name the request or the session that the log lines of this block are about; None leaves it as it is."""
-    given = {"request_id": request_id, "session_id": session_id}
-    tokens = {name: _IDS[name].set(value) for name, value in given.items() if value is not None}
+    token = _ids.set(_merged(request_id, session_id))
     try:
         yield
     finally:
-        for name, token in tokens.items():
-            _IDS[name].reset(token)
+        _ids.reset(token)
 
 
 def bind(*, request_id: str | None = None, session_id: str | None = None) -> None:
     """As `bound`, up to the end of the current task; for tasks that serve one request or one session all their life."""
-    for name, value in (("request_id", request_id), ("session_id", session_id)):
-        if value is not None:
-            _IDS[name].set(value)
+    _ids.set(_merged(request_id, session_id))
 
 
-def current() -> dict[str, str]:
+def current() -> Mapping[str, str]:
     """The ids that are known here, by name."""
-    return {name: value for name in NAMES if (value := _IDS[name].get()) is not None}
+    return _ids.get()
+
+
+def _merged(*given: str | None) -> Mapping[str, str]:
+    known = _ids.get()
+    ids = {name: known.get(name) if new is None else new for name, new in zip(NAMES, given, strict=True)}
+    return {name: value for name, value in ids.items() if value is not None}
 
 
 class ContextFilter(logging.Filter):

@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -130,24 +130,34 @@ def pack_error(code: str, message: str) -> torch.Tensor:
     return pack({"error": {"code": code, "message": message}})
 
 
-class _Header(msgspec.Struct):
-    """tensors: name, dtype, shape, offset of each."""
-
-    meta: dict[str, Any]
-    tensors: list[tuple[str, str, list[int], int]]
-
-
-_decode_header = msgspec.json.Decoder(_Header).decode
-
-
-class _Payload(NamedTuple):
-    """A checked entry of an envelope's header: `nbytes` bytes from `offset` on lie inside the envelope."""
+class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An entry of an envelope's header."""
 
     name: str
     dtype: str
     shape: list[int]
     offset: int
-    nbytes: int
+
+    def num_bytes(self, total: int) -> int:
+        """Raises ValueError unless all of it lies inside an envelope of `total` bytes."""
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise ValueError(f"unknown dtype {self.dtype!r} in envelope")
+        if len(self.shape) > 8 or (self.shape and min(self.shape) < 0):
+            raise ValueError(f"bad shape {self.shape} or offset {self.offset!r} in envelope")
+        nbytes: int = math.prod(self.shape) * dtype.itemsize
+        if self.offset < 0 or self.offset % _ALIGN or self.offset + nbytes > total:
+            end = self.offset + nbytes
+            raise ValueError(f"payload [{self.offset}, {end}) lies outside the envelope of {total} bytes")
+        return nbytes
+
+
+class _Header(msgspec.Struct):
+    meta: dict[str, Any]
+    tensors: list[_Payload]
+
+
+_decode_header = msgspec.json.Decoder(_Header).decode
 
 
 def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -155,26 +165,22 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
 
     Raises `RequestFailed` when the envelope carries an error and `ValueError` on anything malformed.
     """
-    _check_bytes(envelope)
-    envelope = envelope.contiguous()
-    meta, payloads = _read_header(memoryview(envelope.numpy()))  # type: ignore[arg-type]  # numpy's types do not say so
-    return meta, {payload.name: _tensor(envelope, payload) for payload in payloads}
+    envelope, _, header = _opened(envelope)
+    return header.meta, {payload.name: _tensor(envelope, payload) for payload in header.tensors}
 
 
 def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return `(meta, arrays)`, as `unpack` and faster; bfloat16, which NumPy does not have, is a `ValueError` too."""
-    _check_bytes(envelope)
-    buffer = memoryview(envelope.contiguous().numpy())  # type: ignore[arg-type]  # as above
-    meta, payloads = _read_header(buffer)
-    return meta, {payload.name: _array(buffer, payload) for payload in payloads}
+    _, buffer, header = _opened(envelope)
+    return header.meta, {payload.name: _array(buffer, payload) for payload in header.tensors}
 
 
-def _check_bytes(envelope: torch.Tensor) -> None:
+def _opened(envelope: torch.Tensor) -> tuple[torch.Tensor, memoryview, _Header]:
+    """The envelope in one piece, its bytes and its header."""
     if envelope.dtype is not torch.uint8 or envelope.ndim != 1:
         raise ValueError(f"envelope must be a 1-D uint8 tensor, got {envelope.dtype} {tuple(envelope.shape)}")
-
-
-def _read_header(buffer: memoryview) -> tuple[dict[str, Any], list[_Payload]]:
+    envelope = envelope.contiguous()
+    buffer = memoryview(envelope.numpy())  # type: ignore[arg-type]  # numpy's types do not say so
     total = len(buffer)
     if total < _PREFIX.size:
         raise ValueError(f"envelope of {total} bytes is shorter than its {_PREFIX.size}-byte prefix")
@@ -189,37 +195,23 @@ def _read_header(buffer: memoryview) -> tuple[dict[str, Any], list[_Payload]]:
         raise ValueError(f"malformed envelope header: {error}") from error
     except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ValueError(f"malformed envelope header: {type(error).__name__}") from error
-    payloads = [_payload(total, *entry) for entry in header.tensors]
-    meta = header.meta
-    if "error" in meta:
-        error_map = meta["error"]
+    if "error" in header.meta:
+        error_map = header.meta["error"]
         if not isinstance(error_map, dict):
             raise ValueError("malformed envelope header: error is not a map")
         raise RequestFailed(str(error_map.get("code")), str(error_map.get("message")))
-    return meta, payloads
-
-
-def _payload(total: int, name: str, dtype_name: str, shape: list[int], offset: int) -> _Payload:
-    dtype = _DTYPES.get(dtype_name)
-    if dtype is None:
-        raise ValueError(f"unknown dtype {dtype_name!r} in envelope")
-    if len(shape) > 8 or (shape and min(shape) < 0):
-        raise ValueError(f"bad shape {shape} or offset {offset!r} in envelope")
-    nbytes = math.prod(shape) * dtype.itemsize
-    if offset < 0 or offset % _ALIGN or offset + nbytes > total:
-        raise ValueError(f"payload [{offset}, {offset + nbytes}) lies outside the envelope of {total} bytes")
-    return _Payload(name, dtype_name, shape, offset, nbytes)
+    return envelope, buffer, header
 
 
 def _tensor(envelope: torch.Tensor, payload: _Payload) -> torch.Tensor:
-    dtype = _DTYPES[payload.dtype]
-    if payload.nbytes == 0:
+    nbytes, dtype = payload.num_bytes(envelope.numel()), _DTYPES[payload.dtype]
+    if nbytes == 0:
         return torch.empty(payload.shape, dtype=dtype)
-    return envelope[payload.offset : payload.offset + payload.nbytes].view(dtype).view(payload.shape)
+    return envelope[payload.offset : payload.offset + nbytes].view(dtype).view(payload.shape)
 
 
 def _array(buffer: memoryview, payload: _Payload) -> np.ndarray:
-    dtype = _ARRAY_DTYPES.get(payload.dtype)
+    nbytes, dtype = payload.num_bytes(len(buffer)), _ARRAY_DTYPES.get(payload.dtype)
     if dtype is None:
         raise ValueError(f"{payload.name!r} is {payload.dtype}, which NumPy does not have; use `unpack`")
-    return np.ndarray(payload.shape, dtype, buffer, payload.offset if payload.nbytes else 0)
+    return np.ndarray(payload.shape, dtype, buffer, payload.offset if nbytes else 0)

@@ -58,11 +58,11 @@ def test_a_minutes_chunks_may_be_spent_at_once_and_come_back_steadily(clock: Clo
     assert refusal(allowance) == ("quota_exceeded", {"quota": "chunks", "retry_after_ms": 1000})
     clock.now_s += 1.0
     take(allowance)
-    assert not allowance.has_chunk()
+    assert not allowance.take_chunk()
     clock.now_s += 3600
     for _ in range(60):
         take(allowance)
-    assert not allowance.has_chunk()
+    assert not allowance.take_chunk()
 
 
 def test_a_request_of_several_chunks_begins_when_one_is_there_and_is_paid_afterwards(clock: Clock) -> None:
@@ -87,7 +87,7 @@ def test_clients_do_not_share_an_allowance_and_named_keys_have_their_own(clock: 
     found = FileQuotas(file, clock)
     take(found.of("address 10.0.0.1"))
     take(found.of("address 10.0.0.2"))
-    assert not found.of("address 10.0.0.1").has_chunk()
+    assert not found.of("address 10.0.0.1").take_chunk()
 
 
 @pytest.mark.parametrize(

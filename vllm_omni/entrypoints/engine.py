@@ -15,7 +15,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -66,16 +66,16 @@ class OmniEngine:
     def is_dead(self) -> bool:
         return bool(self._client.errored)
 
-    async def run(
+    def run(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray]
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    ) -> Coroutine[Any, Any, tuple[dict[str, Any], dict[str, np.ndarray]]]:
         """Run one request: `(meta, arrays)`, the arrays being views into the engine's answer.
 
         Raises `RequestFailed`. When cancelled, the engine drops the request before its next denoise step.
         """
         if self._ranks is None:
-            return await self._run(params, arrays, None)
-        return await self._ranks.route(params, lambda rank: self._run(params, arrays, rank))
+            return self._run(params, arrays, None)
+        return self._ranks.route(params, lambda rank: self._run(params, arrays, rank))
 
     async def _run(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
@@ -83,8 +83,10 @@ class OmniEngine:
         # The engine's log lines name a request by this.
         request_id = "-".join(["omni", *log_context.current().values(), self._process, str(next(self._numbers))])
         try:
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            answer = await self._encode(params.to_pooling_params(tensors), request_id, rank)
+            tensors = dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
+            answer: PoolingRequestOutput | None = None
+            async for output in self._answers(params.to_pooling_params(tensors), request_id, rank):
+                answer = output
             if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
                 raise RequestFailed("cancelled", "the request was cancelled")
             return unpack_arrays(answer.outputs.data)
@@ -109,19 +111,21 @@ class OmniEngine:
                 "engine_error", "the engine failed on this request; the server's log has details"
             ) from error
 
-    async def _encode(self, params: PoolingParams, request_id: str, rank: int | None) -> PoolingRequestOutput | None:
-        """The engine's last answer to one request; None if there was none."""
-        answer: PoolingRequestOutput | None = None
+    def _answers(self, params: PoolingParams, request_id: str, rank: int | None) -> AsyncIterator[PoolingRequestOutput]:
+        """The engine's answers to one request; the last one is whole."""
         headers = tracing().engine_headers()
         trace: dict[str, Any] = {} if headers is None else {"trace_headers": headers}
         if rank is None:
-            async for output in self._client.encode(engine_prompt(), params, request_id, **trace):
-                answer = output
-            return answer
+            return self._client.encode(engine_prompt(), params, request_id, **trace)
+        return self._answer_of_rank(params, request_id, rank, trace)
+
+    async def _answer_of_rank(
+        self, params: PoolingParams, request_id: str, rank: int, trace: dict[str, Any]
+    ) -> AsyncIterator[PoolingRequestOutput]:
         assert isinstance(self._client, AsyncLLM), "only vLLM's own client has several ranks"
         queue = await self._client.add_request(request_id, engine_prompt(), params, data_parallel_rank=rank, **trace)
         try:
-            answer = queue.get_nowait() or await queue.get()  # type: ignore[assignment]
+            yield queue.get_nowait() or await queue.get()  # type: ignore[misc]
         except (asyncio.CancelledError, EngineDeadError, VLLMClientError, GracefulHTTPError, GenerationError):
             raise
         except Exception as error:  # as stock `encode` does
@@ -129,7 +133,6 @@ class OmniEngine:
             raise EngineGenerateError from error
         finally:
             queue.close()
-        return answer
 
     async def run_when_room(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], *, timeout_s: float, wait_s: float

@@ -77,7 +77,9 @@ class BudgetedProtocol(GatheringProtocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        small = sum(isinstance(event, Frame) and len(event.data) < SMALL_BYTES for event in self.conn.events)
+        small = 0
+        for event in self.conn.events:
+            small += isinstance(event, Frame) and len(event.data) < SMALL_BYTES
         if self._bucket.take(small):
             super().handle_events()
         else:

@@ -7,6 +7,7 @@ picture and a system call for every small message beside it. An application that
 messages in the same order. Held by tests/entrypoints/test_gathered_writes.py.
 """
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -15,7 +16,6 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Opcode
 from websockets.http11 import Request
-from websockets.protocol import State
 
 Message = bytes | memoryview | str
 
@@ -30,9 +30,8 @@ _pack_short, _pack_medium, _pack_long = (struct.Struct(layout).pack for layout i
 class MessageWriter(Protocol):
     """One connection's way out. Buffers of messages must not change once they are written."""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the kernel has all that was written."""
+    has_room: bool
+    """Whether the kernel has all that was written."""
 
     def write(self, messages: Sequence[Message]) -> None:
         """Write them at once and in order, behind all that waits. Raises `ClientDisconnected` (an OSError)."""
@@ -50,6 +49,7 @@ def writer_of(scope: Mapping[str, Any]) -> MessageWriter | None:
     return writer
 
 
+@functools.lru_cache(maxsize=1024)
 def frame_header(opcode: Opcode, num_bytes: int) -> bytes:
     """First bytes of an unfragmented, unmasked frame with a payload of `num_bytes` (RFC 6455, section 5.2)."""
     first = _FINAL | opcode
@@ -63,10 +63,22 @@ def frame_header(opcode: Opcode, num_bytes: int) -> bytes:
 class GatheringProtocol(WebSocketsSansIOProtocol):
     """uvicorn's own protocol with the extension, unless the connection is compressed."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._writer = _Writer(self)
+
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if self.response.status_code == 101 and not self.conn.extensions:
-            self.scope["extensions"][EXTENSION] = {"writer": _Writer(self)}
+            self.scope["extensions"][EXTENSION] = {"writer": self._writer}
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writer.has_room = False
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._writer.has_room = True
 
 
 class _Writer:
@@ -75,14 +87,11 @@ class _Writer:
     def __init__(self, protocol: WebSocketsSansIOProtocol) -> None:
         self._protocol = protocol
         self._writable = protocol.writable
-
-    @property
-    def has_room(self) -> bool:
-        return self._writable.is_set()
+        self.has_room = True
 
     def write(self, messages: Sequence[Message]) -> None:
         protocol = self._protocol
-        if protocol.disconnected or protocol.close_sent or protocol.conn.state is not State.OPEN:
+        if protocol.close_sent or protocol.transport.is_closing():  # which it also is behind the peer's close frame
             raise ClientDisconnected
         protocol.transport.writelines(_frames(messages))
 

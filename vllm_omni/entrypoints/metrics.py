@@ -113,11 +113,13 @@ class DoorMetrics:
 
     def stages(self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
         """Where a chunk's (or a picture's) time went; time that the engine did not account for is `queue`."""
-        spent_s = {name: sum(times) / 1e3 for name, times in timings_ms.items()}
-        for name, label in STAGES.items():
-            if name in spent_s:
-                self._stage(endpoint, label).observe(spent_s[name])
-        busy_s = spent_s.get("total", sum(spent_s.values()))
+        sum_s = 0.0
+        for name, times in timings_ms.items():
+            spent_s = sum(times) / 1e3
+            sum_s += spent_s
+            if name in STAGES:
+                self._stage(endpoint, STAGES[name]).observe(spent_s)
+        busy_s = sum(timings_ms["total"]) / 1e3 if "total" in timings_ms else sum_s
         self._stage(endpoint, "queue").observe(max(0.0, wall_s - busy_s))
 
 

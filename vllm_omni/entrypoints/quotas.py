@@ -114,8 +114,8 @@ class Allowance:
     def close_session(self) -> None:
         """One session has ended."""
 
-    def has_chunk(self) -> bool:
-        """Whether a chunk may begin now."""
+    def take_chunk(self) -> bool:
+        """Whether a chunk may begin now; if so, it is charged."""
         return True
 
     def check_chunk(self) -> None:
@@ -151,8 +151,11 @@ class LimitedAllowance(Allowance):
         self.num_sessions -= 1
         self._metrics.sessions.labels(self._name).dec()
 
-    def has_chunk(self) -> bool:
-        return self._chunks.wait_s() == 0 and self._bytes.wait_s() == 0
+    def take_chunk(self) -> bool:
+        if self._chunks.wait_s() or self._bytes.wait_s():
+            return False
+        self.charge_chunks(1)
+        return True
 
     def check_chunk(self) -> None:
         self.check_bytes()

@@ -20,19 +20,15 @@ class TokenBucket:
         self._left = burst
         self._counted_s = clock()
 
-    def _refill(self) -> None:
-        now_s = self._clock()
-        self._left = min(self._burst, self._left + (now_s - self._counted_s) * self._per_s)
-        self._counted_s = now_s
-
     def take(self, count: float) -> bool:
         """Take `count` tokens; returns whether they were there. Missing ones are a debt."""
-        self._refill()
-        self._left -= count
+        now_s = self._clock()
+        self._left = min(self._burst, self._left + (now_s - self._counted_s) * self._per_s) - count
+        self._counted_s = now_s
         return self._left >= 0
 
     def wait_s(self) -> float:
         """Seconds until there is one to take; 0 = now."""
-        self._refill()
+        self.take(0)
         missing = 1.0 - self._left
         return missing / self._per_s if missing > _ROUNDING else 0.0

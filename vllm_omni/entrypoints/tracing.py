@@ -36,9 +36,8 @@ SPANS_OF: Final = "vllm_omni"
 class ChunkTrace:
     """One chunk's spans. This class has none."""
 
-    def until_answered(self) -> AbstractContextManager[None]:
-        """The time in the engine; an exception ends the chunk's span."""
-        return nullcontext()
+    def failed(self, error: BaseException) -> None:
+        """The engine does not answer, or nobody waits any more: the end of the chunk's span."""
 
     def answered(self, meta: Mapping[str, Any]) -> None:
         """The engine has answered; `meta` may have `timings_ms`."""
@@ -161,14 +160,6 @@ class _ChunkSpan(ChunkTrace):
         self._tracer, self._span = tracer, span
         self._submitted_ns = time.time_ns()
 
-    @contextmanager
-    def until_answered(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
     def answered(self, meta: Mapping[str, Any]) -> None:
         timings_ms: Mapping[str, Sequence[float]] = meta.get("timings_ms", {})
         answered_ns = time.time_ns()
@@ -183,7 +174,7 @@ class _ChunkSpan(ChunkTrace):
         if "num_frames" in meta:
             self._span.set_attribute("omni.frames", int(meta["num_frames"]))
 
-    def _fail(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         from opentelemetry.trace import Status, StatusCode
 
         cancelled = isinstance(error, asyncio.CancelledError)

@@ -170,7 +170,7 @@ def test_a_slow_reader_holds_the_producer_back() -> None:
     async def scenario() -> None:
         run = make_run()
         for number in range(6):
-            run.append(Reply(chunk_index=number // 2, part=number % 2, payload=b"x"))
+            run.append(Reply(chunk_index=number // 2, part=number % 2, payload=b"x", num_bytes=1))
         await run.wait_for_reader(3)
         held = asyncio.create_task(run.wait_for_reader(1))
         taken: list[bytes] = []
@@ -196,7 +196,7 @@ def test_undelivered_replies_are_never_dropped() -> None:
 
     async def scenario() -> None:
         run = make_run()
-        run.append(Reply(0, 0, b"abc"))
+        run.append(Reply(0, 0, b"abc", 3))
         assert run.drop_oldest() == 0
         run.finish()
         assert run.drop_oldest() == 3

@@ -66,12 +66,15 @@ def camera_frames(entries: Iterable[Any], space: ActionSpace) -> Script:
 
 def camera_buttons(keys: Any, space: ActionSpace) -> Held:
     """Buttons that held camera keys press, each once; keys that do not exist are ignored, as such clients expect."""
-    if not isinstance(keys, list) or len(keys) > _MAX_KEYS or any(not isinstance(key, str) for key in keys):
+    if not isinstance(keys, list) or len(keys) > _MAX_KEYS or not {str}.issuperset(map(type, keys)):
         raise DoorError(
             "invalid_request", f"keys must be a list of at most {_MAX_KEYS} short texts", param="camera_actions"
         )
-    known = [key.lower() for key in keys if len(key) == 1 and key.lower() in CAMERA_KEYS]
-    names = dict.fromkeys(name for key in known if (name := space.button_of_key(key)) is not None)
+    names: dict[str, None] = {}
+    for key in keys:
+        known = len(key) == 1 and key.lower() in CAMERA_KEYS
+        if known and (name := space.button_of_key(key.lower())) is not None:
+            names[name] = None
     return tuple(names)[:1] if space.exclusive else tuple(names)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from vllm_omni.actions import ActionSpace
 
 MAX_WAITING: Final = 1024
@@ -19,8 +21,7 @@ MAX_WAITING: Final = 1024
 EventId = int | str
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """order: counts all events of the session. event_id: the client's, None = it gave none."""
 
     order: int

@@ -14,6 +14,7 @@ ever unpickled. `decode` raises `CodecError` and nothing else (tests/entrypoints
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -66,14 +67,14 @@ def decode(data: bytes) -> Decoded:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"not valid msgpack ({type(error).__name__})") from None
-    if not has_byte_keys and not any(marker in data for marker in _MARKERS):  # as nearly all controls
+    if not has_byte_keys and _MARKER.search(data) is None:  # as nearly all controls
         return Decoded(value, None, num_values)
     reviver = _Reviver()
     return Decoded(reviver.revive(value), reviver.dialect, num_values)
 
 
 _DECODER: Final = msgspec.msgpack.Decoder()
-_MARKERS: Final = (b"__ndarray__", b"__npgeneric__", b"\xa2nd", b"\x02nd")
+_MARKER: Final = re.compile(rb"__ndarray__|__npgeneric__|[\xa2\x02]nd")
 """One of these is in every message with a marked array or scalar. The last two are `nd` with its length before it, in
 the shortest encoding and in any longer one."""
 

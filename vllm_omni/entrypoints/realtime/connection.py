@@ -13,8 +13,8 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Collection
-from typing import Any, Final
+from collections.abc import Callable, Collection
+from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
@@ -77,7 +77,7 @@ class Connection:
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
-    async def receive(self, busy: Any) -> bytes | str:
+    async def receive(self, busy: Callable[[], bool]) -> bytes | str:
         """Return the next message. `busy()`: whether requests run, which keeps a silent connection open.
 
         Raises `ClientGone` when the peer left and `DoorError` with a close code when it was idle or sent too much.

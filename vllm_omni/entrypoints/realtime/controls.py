@@ -32,34 +32,29 @@ class TooManyEvents(Exception):
     """More events wait for the next chunk than are kept."""
 
 
-@dataclass(frozen=True)
-class Script:
+class Script(msgspec.Struct, frozen=True):
     entries: tuple[ActionFrame, ...]
 
 
-@dataclass(frozen=True)
-class Transition:
+class Transition(msgspec.Struct, frozen=True):
     """buttons: those now held, None = as before. axes: a rate's new value, how far a motion went. scroll: notches."""
 
     buttons: Held | None = None
-    axes: Mapping[str, float] = field(default_factory=dict)
+    axes: Mapping[str, float] = {}
     scroll: float = 0.0
 
 
-@dataclass(frozen=True)
-class States:
+class States(msgspec.Struct, frozen=True):
     """Transitions in the order they happened."""
 
     transitions: tuple[Transition, ...]
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True)
-class Adapters:
+class Adapters(msgspec.Struct, frozen=True):
     choices: tuple[Lora, ...]
 
 
@@ -142,7 +137,9 @@ class ControlTrack:
                     self._script.clear()
                     replaced += self._push(transitions, event)
                     self._any_actions = True
-        alive = self._acting | self._waiting() if replaced else set()
+        if not replaced:
+            return []
+        alive = self._acting | self._waiting()
         gone = [old for old in replaced if old.order not in alive and old.order != event.order]
         ids = {old.event_id: None for old in gone}
         return [old_id for old_id in ids if old_id is not None]
@@ -161,11 +158,14 @@ class ControlTrack:
         for transition in transitions:
             if transition.buttons is not None:
                 self._transitions.append((transition.buttons, event))
-            replaced += self._analog.push(transition.axes, transition.scroll, event)
+            if transition.axes or transition.scroll:
+                replaced += self._analog.push(transition.axes, transition.scroll, event)
         if len(self._transitions) > 2:
             last = self._transitions[-1]
             pulse = next((item for item in reversed(self._transitions) if item[0]), last)
             self._transitions = [pulse, last] if pulse is not last else [last]
+        if not replaced:
+            return []
         kept = {item.order for _, item in self._transitions}
         return [old for old in replaced if old.order not in kept]
 
@@ -202,23 +202,32 @@ class ControlTrack:
         if is_new and newest is not None:
             self._newest_told = newest.order
         lasting = self._lasting() if named else set()
-        orders = sorted(named)
-        applied = tuple(named[order] for order in orders if order not in self._acting)
-        self._acting = {event.order for event in events}
+        applied: list[EventId] = []
+        active: list[EventId] = []
+        for order in sorted(named):
+            if order not in self._acting:
+                applied.append(named[order])
+            if order in lasting:
+                active.append(named[order])
+        self._acting = set(named)
         return Sample(
             actions=actions,
             prompt=prompt,
             lora=lora,
             event_id=newest.event_id if newest is not None else None,
             is_new=is_new,
-            applied=applied,
-            active=tuple(named[order] for order in orders if order in lasting),
+            applied=tuple(applied),
+            active=tuple(active),
         )
 
     def _lasting(self) -> set[int]:
         """Orders of the events that go on as things are."""
-        held = [self._held_by] if self._held_by is not None and self._held else []
-        return self._waiting() | {event.order for event in [*held, *self._analog.holding]}
+        orders = self._waiting()
+        if self._held_by is not None and self._held:
+            orders.add(self._held_by.order)
+        for event in self._analog.holding:
+            orders.add(event.order)
+        return orders
 
     def _sample_actions(self, latent_frames: int, events: list[Event]) -> list[ActionEntry]:
         if self._script:
@@ -227,7 +236,7 @@ class ControlTrack:
             return [*(as_entry(frame) for frame, _ in taken), *([] for _ in range(latent_frames - len(taken)))]
         held = self._sample_buttons(latent_frames, events)
         if self._analog.is_at_rest:  # as always with models that have only buttons
-            return [list(buttons) for buttons in held]
+            return list(map(list, held))
         analog = self._analog.sample(latent_frames, events)
         return [
             as_entry(ActionFrame(buttons, axes, scroll)) for buttons, (axes, scroll) in zip(held, analog, strict=True)
@@ -236,11 +245,11 @@ class ControlTrack:
     def _sample_buttons(self, latent_frames: int, events: list[Event]) -> list[Held]:
         pulse: Held | None = None
         if self._transitions:
-            final, event = self._transitions[-1]
-            pressed = next((buttons for buttons, _ in reversed(self._transitions) if buttons), None)
-            pulse = pressed if pressed is not None and pressed != final else None
-            events += [item for _, item in self._transitions]
-            self._held, self._held_by = final, event
+            for buttons, event in self._transitions:
+                pulse = buttons or pulse
+                events.append(event)
+            self._held, self._held_by = self._transitions[-1]
+            pulse = None if pulse == self._held else pulse
             self._transitions.clear()
         elif self._held_by is not None:
             events.append(self._held_by)

@@ -59,13 +59,10 @@ class SessionDrain(Generic[S]):
 
     def __init__(self) -> None:
         self.save_to: Callable[[S], Awaitable[None]] | None = None
+        self.is_draining = False
         self._begun = asyncio.Event()
         self._saved: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
-
-    @property
-    def is_draining(self) -> bool:
-        return self._begun.is_set()
 
     def check(self, **details: Any) -> None:
         """Raise `DoorError("draining")` if nothing new may begin."""
@@ -106,6 +103,7 @@ class SessionDrain(Generic[S]):
 
         A client told `draining` is closed with 1013 by its notifying task, not by the server's end (1012).
         """
+        self.is_draining = True
         self._begun.set()
         manager.gate.is_draining = True
         while any(_works(session) for session in manager.sessions()):

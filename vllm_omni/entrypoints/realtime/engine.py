@@ -53,12 +53,14 @@ class WorldEngine:
         """
         started_s = time.monotonic()
         try:
-            meta, results = await self._request(params, arrays)
+            meta, results = await self._engine.run(params, arrays)
         except BaseException as error:
-            unsure = not isinstance(error, DoorError) or error.code in ("cancelled", "engine_error")
-            if self._recorder is not None and unsure:
+            failure = _door_error(error) if isinstance(error, RequestFailed) else None
+            if self._recorder is not None and (failure is None or failure.code in ("cancelled", "engine_error")):
                 self._recorder.cancelled(params, arrays)
-            raise
+            if failure is None:
+                raise
+            raise failure from error.__cause__
         if self._recorder is not None:
             await self._recorder.finished(params, arrays, meta, results["frames"])
         return ChunkResult(meta, results["frames"], (time.monotonic() - started_s) * 1e3, trace)
@@ -67,11 +69,13 @@ class WorldEngine:
         """Free a session's state; unknown ids are fine."""
         if self._recorder is not None:
             self._recorder.closed(session_id)
-        await self._request(DiffusionParams(session_id=session_id, op="close"), {})
+        with _door_errors():
+            await self._engine.close(session_id)
 
     async def fork(self, session_id: str, fork_to: str) -> None:
         """Copy a session's committed state to the new id `fork_to`. Raises `DoorError`."""
-        await self._request(DiffusionParams(session_id=session_id, op="fork", fork_to=fork_to), {})
+        with _door_errors():
+            await self._engine.run(DiffusionParams(session_id=session_id, op="fork", fork_to=fork_to), {})
         if self._recorder is not None:
             self._recorder.forked(session_id, fork_to)
 
@@ -91,14 +95,6 @@ class WorldEngine:
         """Make a session of a file: `(header, scalars)`. Raises `DoorError`."""
         with _door_errors():
             return await self._engine.restore_session(session_id, path)
-
-    async def _request(
-        self, params: DiffusionParams, arrays: dict[str, np.ndarray]
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        try:  # for every chunk: a tenth of the context manager's time
-            return await self._engine.run(params, arrays)
-        except RequestFailed as failure:
-            raise _door_error(failure) from failure.__cause__
 
 
 @contextmanager

@@ -10,7 +10,6 @@ tests/entrypoints/realtime/test_generate_door.py.
 
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -57,6 +56,7 @@ class _KeyedSource(LiveChunks):
     ) -> None:
         self._prompt, self._lora, self.num_chunks = prompt, init.lora, init.max_chunks
         self._timed, self._track, self._throttle = timed, track, throttle
+        self._takes_actions = track.space.has_controls
 
     @property
     def ready(self) -> bool:
@@ -72,7 +72,7 @@ class _KeyedSource(LiveChunks):
         timed = self._timed.take(span.chunk_index, span.first_frame)
         own = self._prompt if span.chunk_index == 0 else None
         return Controls(
-            actions=actions if self._track.space.has_controls else None,
+            actions=actions if self._takes_actions else None,
             prompt=sample.prompt or timed or own,
             lora=sample.lora if sample.lora is not None or span.chunk_index else self._lora,
             mark=sample,
@@ -86,6 +86,7 @@ class _Client(LiveClient):
         super().__init__(manager, websocket)
         self._init: protocol.Init | None = None
         self._granted: tuple[str, ...] = ()
+        self._events = protocol.EventReader(self.limits, self.facts.actions)
         self._size = (0, 0)
         self._image: np.ndarray | None = None
         self._track = ControlTrack(self.facts.actions)
@@ -116,8 +117,7 @@ class _Client(LiveClient):
                 await self._take_extra(extra)
             else:
                 event_id = _event_id(value)
-                reader = protocol.EventReader(self.limits, self.facts.actions, self._granted)
-                await self._take_event(reader.read(value))
+                await self._take_event(self._events.read(value))
         except DoorError as error:
             if error.close is not None:
                 raise
@@ -144,6 +144,7 @@ class _Client(LiveClient):
         if init.first_frame is not None:
             self._image = await self.manager.off_loop(load_image, init.first_frame, *size, self.limits)
         self._init, self._granted, self._size = init, init.granted, size
+        self._events = protocol.EventReader(self.limits, self.facts.actions, init.granted)
         try:
             session = await self.open_session(uuid.uuid4().hex)
         except DoorError as error:
@@ -207,8 +208,9 @@ class _Client(LiveClient):
     async def _take_event(self, event: protocol.Event) -> None:
         if self._track.is_repeated(event.event_id):
             return
-        if any(isinstance(update, Prompt) for update in event.updates):
-            self.facts.check_prompt("text")
+        for update in event.updates:
+            if isinstance(update, Prompt):
+                self.facts.check_prompt(update.text)
         try:
             superseded = self._track.apply(event.updates, event.event_id)
         except TooManyEvents:
@@ -225,7 +227,7 @@ class _Client(LiveClient):
             self._sent_bytes, self._write_ms, self._pace_ms = 0, 0.0, 0.0
             if self._clock is not None:
                 self._pace_ms = await self._clock.wait(payload.chunk_frames, payload.is_new_event)
-        self._sent_bytes += len(payload)
+        self._sent_bytes += payload.num_bytes
         if payload.report is not None:
             await self.connection.send(*payload.parts, *self._after_chunk(payload.report))
             return
@@ -233,39 +235,41 @@ class _Client(LiveClient):
         await self.connection.send(*payload.parts)
         self._write_ms += (time.perf_counter() - started_s) * 1e3
 
-    def _after_chunk(self, report: ChunkReport) -> Iterator[bytes]:
+    def _after_chunk(self, report: ChunkReport) -> list[bytes]:
         """The messages behind a chunk's last frames, which are written together with them."""
-        yield _pack(self._stats(report))
+        messages = [self._stats(report)]
         for event_id in report.sample.applied if "receipts" in self._granted else ():
             applied = {"type": "event_applied", "event_id": event_id}
-            yield _pack({**applied, "chunk_index": report.chunk_index, "frame_offset": 0})
+            messages.append(_pack({**applied, "chunk_index": report.chunk_index, "frame_offset": 0}))
+        return messages
 
-    def _stats(self, report: ChunkReport) -> dict[str, Any]:
+    def _stats(self, report: ChunkReport) -> bytes:
         """`chunk_stats`: whole, non-negative numbers only; half a millisecond counts as one.
 
         The time of writing is that of the chunk's earlier messages: the last ones are written together with this.
         """
-        total_ms = report.forward_ms + report.build_ms + self._pace_ms + self._write_ms
-        return {
+        forward_ms, build_ms, pace_ms, write_ms = report.forward_ms, report.build_ms, self._pace_ms, self._write_ms
+        stats = {
             "type": "chunk_stats",
             "session_id": report.session_id,
             "request_id": report.request_id,
             "chunk_index": report.chunk_index,
             "event_id": report.sample.event_id,
             "request_prepare_ms": 0,
-            "scheduler_forward_ms": _whole(report.forward_ms),
-            "pace_wait_ms": _whole(self._pace_ms),
+            "scheduler_forward_ms": int(forward_ms + 0.5),
+            "pace_wait_ms": int(pace_ms + 0.5),
             "header_write_ms": 0,
-            "raw_payload_build_ms": _whole(report.build_ms),
-            "raw_write_ms": _whole(self._write_ms),
-            "ws_write_ms": _whole(self._write_ms),
-            "chunk_total_ms": _whole(total_ms),
+            "raw_payload_build_ms": int(build_ms + 0.5),
+            "raw_write_ms": int(write_ms + 0.5),
+            "ws_write_ms": int(write_ms + 0.5),
+            "chunk_total_ms": int(forward_ms + build_ms + pace_ms + write_ms + 0.5),
             "num_batches": report.num_batches,
             "num_frames": report.num_frames,
             "raw_bytes": report.raw_bytes,
             "ws_payload_bytes": self._sent_bytes,
             "content_type": report.content_type,
         }
+        return _pack(stats)
 
     async def complete(self) -> None:
         await self.connection.close(Close.NORMAL, "generation complete")
@@ -318,10 +322,6 @@ class _Client(LiveClient):
         reply = {"type": "control_result", "id": control.id, "ok": True, "op": "reset"}
         await self._send({**reply, "session_id": session.session_id})
         self._start(self._init)
-
-
-def _whole(milliseconds: float) -> int:
-    return int(max(0.0, milliseconds) + 0.5)
 
 
 def _event_id(value: Any) -> int | None:

@@ -153,7 +153,8 @@ class FrameBatcher:
             return b"".join(files), {**fields, **sizes, "payload_lengths": [len(file) for file in files]}
         fields["raw_size"] = frames_THWC.nbytes
         if self.format == "raw":
-            return np.ascontiguousarray(frames_THWC).reshape(-1).data, {**fields, "encoding": "raw"}
+            fields["encoding"] = "raw"
+            return np.ascontiguousarray(frames_THWC).reshape(-1).data, fields
         fields["encoding"] = "delta-gzip"
         if reference_HWC is not None:
             fields["delta_reference"] = "previous-frame"
@@ -189,5 +190,7 @@ def _delta_gzip(frames_THWC: np.ndarray, reference_HWC: np.ndarray | None) -> by
 
 def _message(header: dict[str, Any], payload: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
     if len(payload) < SEPARATE_FROM_BYTES:
-        return (_pack({**header, "payload": payload}),)
-    return _pack({**header, "type": "frame_batch_header"}), payload
+        header["payload"] = payload
+        return (_pack(header),)
+    header["type"] = "frame_batch_header"
+    return _pack(header), payload

@@ -213,7 +213,9 @@ def _event_id(value: Any) -> int | None:
     """The id of a message that is an event. Raises `DoorError`."""
     if not isinstance(value, dict) or value.get("type") != "event":
         raise DoorError("invalid_request", "a message must be a map with type 'event'")
-    event_id = with_whole_numbers({"id": value.get("event_id")})["id"]
+    event_id = value.get("event_id")
+    if type(event_id) is float and event_id.is_integer():  # as JavaScript packs large ones
+        event_id = int(event_id)
     if event_id is not None and (type(event_id) is not int or not 0 <= event_id <= _U32):
         raise DoorError("invalid_request", f"event_id must be a whole number from 0 to {_U32}", param="event_id")
     return event_id

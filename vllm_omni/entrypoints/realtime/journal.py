@@ -44,7 +44,9 @@ class Journal:
 
     def drop_delivered(self, keep_bytes: int) -> None:
         """Forget delivered replies, oldest first, until at most `keep_bytes` are kept (or none is left to forget)."""
-        total = sum(run.kept_bytes for run in self.runs.values())
+        total = 0
+        for run in self.runs.values():  # after every chunk, and without the frames of a generator
+            total += run.kept_bytes
         for run in self.runs.values():
             while total > keep_bytes and (freed := run.drop_oldest()):
                 total -= freed
@@ -52,7 +54,7 @@ class Journal:
     def forget_old(self) -> None:
         """Forget ended requests beyond the number that is remembered."""
         num_old = len(self.runs) - _REMEMBERED_RUNS
-        if num_old <= 0:  # almost always, and this is asked after every chunk
+        if num_old <= 0:
             return
         for request_id, run in list(self.runs.items())[:num_old]:
             if run.finished and not run.has_follower:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from typing import Any, Final
 
 from starlette.websockets import WebSocket
@@ -76,8 +77,8 @@ class LiveClient(ABC):
             seconds = time.monotonic() - started_s
             logger.info("%s ended after %.1f s and %d messages: %s", self.door, seconds, self._num_messages, self._end)
 
-    async def receive(self) -> bytes | str:
-        return await self.connection.receive(busy=lambda: self.is_active)
+    def receive(self) -> Awaitable[bytes | str]:
+        return self.connection.receive(busy=lambda: self.is_active)
 
     # -- for doors -----------------------------------------------------------------------------------------------
 
@@ -130,8 +131,9 @@ class LiveClient(ABC):
         try:
             run = session.submit(job)
             try:
-                await run.follow(self._count_and_deliver, self, self.manager.pace(job.replies.fps))
+                await run.follow(self.deliver, self, self.manager.pace(job.replies.fps))
             finally:
+                self._num_messages += run.delivered
                 if not run.finished:
                     session.cancel([run])
             self._end = "complete"
@@ -143,10 +145,6 @@ class LiveClient(ABC):
         except Exception:
             logger.exception("%s stream failed", self.door)
             await self.end_with(DoorError("engine_error", "internal error; the server's log has details"))
-
-    async def _count_and_deliver(self, payload: Any) -> None:
-        await self.deliver(payload)
-        self._num_messages += 1
 
     async def end_with(self, error: DoorError) -> None:
         """Tell the client the error and close: every end has a close code and a reason."""
@@ -186,7 +184,9 @@ class LiveDoor:
         """Run one connection from handshake to close."""
         async with self.manager.gate.admit(websocket) as admitted:
             if admitted:
-                await self.client(self.manager, websocket).run()
+                # In a task of its own, because a message wakes every coroutine of the task that waits for it, and the
+                # layers of middleware above this one are more than a dozen.
+                await asyncio.create_task(self.client(self.manager, websocket).run())
 
 
 class TextFrames:

@@ -36,7 +36,7 @@ class ReaderPace:
         self._last_behind_s = 0.0
         self._taken: deque[tuple[float, int]] = deque()  # (when, frames), not older than the timeout
         self._num_taken = 0
-        self._chunk_s = 0.0
+        self._window_s = timeout_s
 
     async def hand_over(self, delivery: Awaitable[None], num_frames: int, is_more_waiting: Callable[[], bool]) -> None:
         """Await the delivery of a reply with `num_frames` new frames. Raises `DoorError` `slow_reader`.
@@ -48,7 +48,8 @@ class ReaderPace:
             return
         now = asyncio.get_running_loop().time
         started_s = now()
-        self._chunk_s = num_frames / self._fps if num_frames else self._chunk_s
+        if num_frames:
+            self._window_s = self._timeout_s + num_frames / self._fps
         if started_s - self._last_behind_s > _PAUSE * self._timeout_s:
             self._behind_since_s = None
         if self._behind_since_s is None:  # almost every delivery, so without a timer
@@ -63,10 +64,6 @@ class ReaderPace:
         if is_more_waiting():
             self._behind_since_s = started_s if self._behind_since_s is None else self._behind_since_s
             self._last_behind_s = now_s
-
-    @property
-    def _window_s(self) -> float:
-        return self._timeout_s + self._chunk_s
 
     async def _within(self, left_s: float, delivery: Awaitable[None]) -> None:
         try:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count, islice
 from typing import Any
 
@@ -101,7 +101,7 @@ class Job:
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes.
+    """One encoded message, `num_bytes` long; `part` counts the messages of its chunk.
 
     num_frames: of the whole chunk with its first part, 0 with the others. trace: spans of the chunk, set with its last
     part only; the delivery of that part ends the `transport` span.
@@ -110,6 +110,7 @@ class Reply(msgspec.Struct, frozen=True):
     chunk_index: int
     part: int
     payload: Any
+    num_bytes: int
     num_frames: int = 0
     trace: ChunkTrace | None = None
 
@@ -119,13 +120,20 @@ class _Follower:
     owner: object
 
 
+@dataclass
+class HeldBytes:
+    """Size of the replies of several runs that are kept for a reader or in a journal."""
+
+    total: int = 0
+
+
 @dataclass(eq=False)
 class Run:
     """One request's plan, replies and end.
 
     sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of the chunks that the
-    engine has. completed: chunks done. first_kept: replies before this number have been dropped. delivered:
-    replies the current follower has. account: called with each change of `kept_bytes`. dropped: called with the
+    engine has. completed: chunks done. num_replies: so far. first_kept: replies before this number have been dropped.
+    delivered: replies the current follower has. held: where `kept_bytes` counts as well. dropped: called with the
     number of frames that are dropped undelivered.
     """
 
@@ -135,6 +143,7 @@ class Run:
     attempt: int = 1
     completed: int = 0
     replies: deque[Reply] = field(default_factory=deque)
+    num_replies: int = 0
     first_kept: int = 0
     delivered: int = 0
     finished: bool = False
@@ -143,14 +152,10 @@ class Run:
     started_s: float = field(default_factory=time.monotonic)
     controls: deque[Controls] = field(default_factory=deque)
     kept_bytes: int = 0
-    account: Callable[[int], None] = lambda delta: None
+    held: HeldBytes = field(default_factory=HeldBytes)
     dropped: Callable[[int], None] = lambda num_frames: None
     _follower: "_Follower | None" = None
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
-
-    @property
-    def num_replies(self) -> int:
-        return self.first_kept + len(self.replies)
 
     @property
     def has_follower(self) -> bool:
@@ -163,30 +168,33 @@ class Run:
 
     def spans(self, facts: WorldFacts) -> Iterator[ChunkSpan]:
         """Of the chunks from the first incomplete one on; after the last of a plan there is none to ask for."""
+        latent_frames = cache(facts.latent_frames)  # chunks have two sizes
         frame = sum(self.sizes[: self.completed])
-        latent = sum(map(facts.latent_frames, self.sizes[: self.completed]))
+        latent = sum(map(latent_frames, self.sizes[: self.completed]))
+        first_size, later_size = facts.first_chunk_frames, facts.chunk_frames
         for number in count(self.completed):
             index = self.first_chunk + number
-            size = self.sizes[number] if self.sizes else facts.chunk_frames if index else facts.first_chunk_frames
+            size = self.sizes[number] if self.sizes else later_size if index else first_size
             span = ChunkSpan(
                 chunk_index=index,
                 number=number,
                 first_frame=frame,
                 num_frames=size,
                 first_latent=latent,
-                num_latents=facts.latent_frames(size),
+                num_latents=latent_frames(size),
             )
             frame, latent = frame + size, latent + span.num_latents
             yield span
 
     def append(self, reply: Reply) -> None:
         self.replies.append(reply)
-        self._grow(len(reply.payload))
+        self.num_replies += 1
+        self._grow(reply.num_bytes)
         self._notify()
 
     def _grow(self, num_bytes: int) -> None:
         self.kept_bytes += num_bytes
-        self.account(num_bytes)
+        self.held.total += num_bytes
 
     def finish(self, error: DoorError | None = None) -> None:
         """Mark the end and drop the inputs: a repeated request sends them again."""
@@ -276,14 +284,14 @@ class Run:
         if self.first_kept >= self.delivered:
             self.dropped(oldest.num_frames)
         self.first_kept += 1
-        freed = len(oldest.payload)
-        self._grow(-freed)
-        return freed
+        self._grow(-oldest.num_bytes)
+        return oldest.num_bytes
 
-    async def _change(self) -> None:
+    def _change(self) -> asyncio.Future[None]:
+        """The next change of what is here, or is delivered."""
         changed = asyncio.get_running_loop().create_future()
         self._waiting.append(changed)
-        await changed
+        return changed
 
     def _notify(self) -> None:
         for changed in self._waiting:

@@ -49,7 +49,7 @@ class Session:
     """One world of one client; used from one event loop."""
 
     def __init__(self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str) -> None:
-        self.key = key
+        self.key, self.session_id = key, key[1]
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)
         self.client = client
@@ -74,10 +74,6 @@ class Session:
         self._clock = PlayClock()
         self._turn = asyncio.Lock()
         self._waiting = 0
-
-    @property
-    def session_id(self) -> str:
-        return self.key[1]
 
     @property
     def is_busy(self) -> bool:
@@ -125,9 +121,10 @@ class Session:
         else:
             attempt = run.attempt + 1 if run is not None else 1
             run = self.journal.runs[job.request_id] = Run(
-                job, attempt=attempt, account=self._manager.account, dropped=self.meter.frames_dropped
+                job, attempt=attempt, held=self._manager.held, dropped=self.meter.frames_dropped
             )
             self._trim_journal()
+            self.journal.forget_old()
         self._waiting += 1
         run.task = self._manager.spawn(self._produce(run))
         run.task.add_done_callback(lambda task: self._ended(run, task))
@@ -177,10 +174,10 @@ class Session:
         self.allowance.check_chunk()
         self.meter.request_started()
         image, warnings = await self._begin(run)
-        planned = len(run.sizes)
+        planned, num_chunks = len(run.sizes), run.num_chunks
         self.allowance.charge_chunks(max(0, planned - run.completed))  # a live run is charged chunk by chunk
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
-        deadline = Deadline(limits.chunk_timeout_s)
+        deadline, loop = Deadline(limits.chunk_timeout_s), asyncio.get_running_loop()
         spans = run.spans(facts)
         most_in_flight = source.most_in_flight(facts, limits)
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
@@ -190,20 +187,18 @@ class Session:
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
             while len(in_flight) < (most_in_flight if self.in_step else 1) and source.ready and not drain.is_draining:
                 begun = run.completed + len(in_flight)
-                if begun == run.num_chunks:
+                if begun == num_chunks:
                     break
-                if begun >= planned:
-                    if not self.allowance.has_chunk():
-                        return True
-                    self.allowance.charge_chunks(1)
+                if begun >= planned and not self.allowance.take_chunk():
+                    return True
                 span = next(spans)
                 controls = source.sample(span)
                 run.controls.append(controls)
-                in_flight.append(asyncio.create_task(self._request_chunk(run, span, image, controls)))
+                in_flight.append(loop.create_task(self._request_chunk(run, span, image, controls)))
             return False
 
         try:
-            while run.completed != run.num_chunks:
+            while run.completed != num_chunks:
                 if not in_flight and not source.ready:
                     await drain.unless_draining(source.wait_until_ready())
                 is_held_back = fill()
@@ -235,7 +230,7 @@ class Session:
             raise
         finally:
             deadline.close()
-        if drain.is_draining and run.completed != run.num_chunks:
+        if drain.is_draining and run.completed != num_chunks:
             await drain.save(self)  # now: a live client's world goes with its connection
             drain.check(next_chunk_index=self.next_chunk)
 
@@ -318,14 +313,16 @@ class Session:
         )
         trace = self.trace.chunk(span.chunk_index)
         try:
-            with trace.until_answered():
-                result = await self._manager.engine.generate(params, arrays, trace)
-            trace.answered(result.meta)
-            return result
-        except DoorError as error:
-            if error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step):
+            result = await self._manager.engine.generate(params, arrays, trace)
+        except BaseException as error:
+            trace.failed(error)
+            if isinstance(error, DoorError) and (
+                error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step)
+            ):
                 raise self._lost(error) from error
             raise
+        trace.answered(result.meta)
+        return result
 
     def _due(self, run: Run, span: ChunkSpan) -> Due | None:
         """Deadline of a chunk; None if the engine does not schedule by deadlines."""
@@ -396,15 +393,18 @@ class Session:
 
     def _trim_journal(self) -> None:
         self.journal.drop_delivered(self._manager.limits.journal_bytes)
-        self._manager.trim()
-        self.journal.forget_old()
+        if self._manager.is_over_budget:
+            self._manager.trim()
 
     def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
-        self.allowance.charge_bytes(sum(map(len, payloads)))
+        num_bytes = 0
         for part, payload in enumerate(payloads):
             num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
-            is_last = part == len(payloads) - 1
-            run.append(Reply(chunk.chunk_index, part, payload, num_frames, chunk.result.trace if is_last else None))
+            trace = chunk.result.trace if part == len(payloads) - 1 else None
+            reply = Reply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
+            run.append(reply)
+            num_bytes += reply.num_bytes
+        self.allowance.charge_bytes(num_bytes)
         self._trim_journal()
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:

@@ -13,6 +13,7 @@ from vllm_omni.entrypoints.realtime.drain import Drainable, SessionDrain
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.run import HeldBytes
 
 SessionKey = tuple[str, str]
 """(principal, session id): the same id of two principals names two worlds."""
@@ -29,11 +30,10 @@ class SessionHost(Protocol[S]):
     limits: DoorLimits
     quotas: Quotas
     drain: SessionDrain[S]
+    held: HeldBytes
 
     @property
     def is_over_budget(self) -> bool: ...
-
-    def account(self, delta: int) -> None: ...
 
     def trim(self) -> None: ...
 

@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.gate import Gate
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.pace import ReaderPace
+from vllm_omni.entrypoints.realtime.run import HeldBytes
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_host import SessionKey
 
@@ -70,8 +71,8 @@ class SessionManager:
         self.on_world_end: list[Callable[[str], None]] = []
         """Called with the engine's id of a world that is let go of."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self.held_bytes = 0
-        """Replies of all sessions that are kept for a reader or in a journal."""
+        self.held = HeldBytes()
+        """Replies of all sessions."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -115,13 +116,13 @@ class SessionManager:
 
     # -- bytes ---------------------------------------------------------------------------------------------------
 
-    def account(self, delta: int) -> None:
-        """Take note of replies that were kept (> 0) or let go (< 0)."""
-        self.held_bytes += delta
+    @property
+    def held_bytes(self) -> int:
+        return self.held.total
 
     @property
     def is_over_budget(self) -> bool:
-        return self.held_bytes > self.limits.max_held_bytes
+        return self.held.total > self.limits.max_held_bytes
 
     def trim(self) -> None:
         """Over budget, forget the oldest delivered replies; unread ones stay, and their session pauses."""
