@@ -14,7 +14,6 @@ ever unpickled. `decode` raises `CodecError` and nothing else (tests/entrypoints
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -67,16 +66,16 @@ def decode(data: bytes) -> Decoded:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"not valid msgpack ({type(error).__name__})") from None
-    if not has_byte_keys and _MARKER.search(data) is None:  # as nearly all controls
+    # Every message with a marked array or scalar has one of these: `__ndarray__`, `__npgeneric__`, or `nd` with its
+    # length before it, in the shortest encoding or in any longer one. Nearly all controls have none.
+    is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data
+    if not is_marked and not has_byte_keys:
         return Decoded(value, None, num_values)
     reviver = _Reviver()
     return Decoded(reviver.revive(value), reviver.dialect, num_values)
 
 
 _DECODER: Final = msgspec.msgpack.Decoder()
-_MARKER: Final = re.compile(rb"__ndarray__|__npgeneric__|[\xa2\x02]nd")
-"""One of these is in every message with a marked array or scalar. The last two are `nd` with its length before it, in
-the shortest encoding and in any longer one."""
 
 
 def _lead_bytes() -> list[tuple[str, int, int]]:
@@ -113,6 +112,12 @@ def _lead_bytes() -> list[tuple[str, int, int]]:
 
 
 _LEADS: Final = _lead_bytes()
+_KEY_SIZES: Final = tuple(1 + length if kind == "str" and not width else 0 for kind, width, length in _LEADS)
+"""For each possible first byte of a map's key: the size of the whole key if that byte tells it, else 0."""
+_VALUE_SIZES: Final = tuple(
+    1 + length if kind == "scalar" else key_size for (kind, _, length), key_size in zip(_LEADS, _KEY_SIZES, strict=True)
+)
+"""The same of other values."""
 
 
 def _check_structure(data: bytes) -> tuple[int, bool]:
@@ -135,7 +140,11 @@ def _check_structure(data: bytes) -> tuple[int, bool]:
             raise TooManyValues(f"more than {MAX_NODES} values in one message; send numbers as arrays")
         if position >= size:
             raise CodecError("message is truncated")
-        kind, width, length = _LEADS[data[position]]
+        lead = data[position]
+        if whole := _KEY_SIZES[lead] if is_key else _VALUE_SIZES[lead]:
+            position += whole  # short texts, numbers, booleans: nearly all values
+            continue
+        kind, width, length = _LEADS[lead]
         position += 1
         if width:
             length = int.from_bytes(data[position : position + width])
@@ -162,7 +171,9 @@ def _check_structure(data: bytes) -> tuple[int, bool]:
         position += length
         if position > size:
             raise CodecError("message is truncated")
-    if position != size:
+    if position > size:
+        raise CodecError("message is truncated")
+    if position < size:
         raise CodecError(f"{size - position} bytes follow the message")
     return nodes, has_byte_keys
 
