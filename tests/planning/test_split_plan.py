@@ -152,7 +152,7 @@ def test_a_shared_decode_takes_its_part_of_the_time_and_the_memory() -> None:
     alone, together = predict(model, H200, Split(4)), predict(model, H200, Split(4, vae_parallel=True))
     assert 0.25 * alone.decode_ms < together.decode_ms < 0.32 * alone.decode_ms
     assert together.chunk_ms == pytest.approx(alone.chunk_ms - alone.decode_ms + together.decode_ms, rel=0.02)
-    assert together.first_frame_ms < alone.first_frame_ms
+    assert together.first_frame_ms <= alone.first_frame_ms, "it may leave with the next step, whichever decode ended"
     assert alone.session_bytes - together.session_bytes == pytest.approx(0.75 * 1801 * 2**20)
     beside = [predict(model, H200, Split(2, 2, vae_stage=True, vae_parallel=each)) for each in (False, True)]
     assert beside[1].decode_ms < 0.56 * beside[0].decode_ms and beside[1].max_sessions >= beside[0].max_sessions

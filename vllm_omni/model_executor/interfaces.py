@@ -12,9 +12,8 @@ Life of one chunk (one request), each line one engine step under `StreamBatchSch
     ... then, after the last step: post_decode, commit
 
 A strict causal model's clean-context pass is simply its last step (`DiffusionRequest.clean_passes`); `post_decode` then
-comes before it, since the latents are final, unless the model objects (`decode_early`). Nothing of a session that can
-influence a later chunk may change before `commit`; `commit` only moves references and counters, so it cannot fail
-half-way.
+comes before it, since the latents are final. Nothing of a session that can influence a later chunk may change before
+`commit`; `commit` only moves references and counters, so it cannot fail half-way.
 """
 
 from abc import ABC, abstractmethod
@@ -110,8 +109,6 @@ class DiffusionRequest(Generic[Session, Work]):
     """Forward passes this chunk needs; set by `prepare_encode` (0 = not prepared)."""
     clean_passes: int = 0
     """How many of them come last and leave the latents as they are; set by `prepare_encode`."""
-    decode_early: bool = True
-    """Whether `post_decode` may come before the clean passes, for which nobody waits then; set by `prepare_encode`."""
     step: int = 0
     state: Work | None = None
     """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""

@@ -75,7 +75,6 @@ def _lingbot(name: str, config: LingBotWorldConfig, changes: dict[str, Any]) -> 
         "sinks": config.sink_frames or 9,
         "camera": True,
         "image": True,
-        "waits_for_clean": True,
         "text_on_cpu": True,
         **changes,
     }

@@ -130,7 +130,7 @@ class ChunkEnd:
         request = state.chunk
         assert request is not None
         first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
-        return bool(first_clean) and request.decode_early and self._in_flight.is_next(request)
+        return bool(first_clean) and self._in_flight.is_next(request)
 
     def decode_together(self, states: Sequence[RequestState]) -> None:
         """Launch the decodes that chunks of one forward can share; `finish` decodes the others, each alone.
