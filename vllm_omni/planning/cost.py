@@ -301,8 +301,8 @@ def pass_latency_ms(
 def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
     """One pass of one chunk from engine step to engine step, `passes` being `pass_latency_ms`.
 
-    Where passes are long the next is launched when the device has ended the last (`worker/diffusion/pacing.py`), so
-    the step's way through the processes comes on top.
+    Where passes are long (`worker/diffusion/pacing.py`) the step's way through the processes comes on top, as in the
+    runs that were measured. Since then the next step is launched before the last has ended, which is not counted.
     """
     device, host = passes
     slow_ms = SLOW_STAGE_MS if split.stages > 1 else SLOW_STEP_MS

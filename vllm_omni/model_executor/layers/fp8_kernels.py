@@ -3,7 +3,7 @@
 
 Each is limited by memory. Plain torch needs two to four passes, the broadcast scale without wide loads; a Triton kernel
 (`fp8_triton.py`) needs one. The plain versions define the result and run where there is none (a CPU, cards before Ada);
-kernels give their bits, since scales are powers of two.
+kernels give their bits: windows' scales are powers of two, and a weight's product with its scale is rounded once.
 Held by tests/model_executor/layers/test_fp8_kernels.py; timed by benchmarks/attention_kernels.py.
 """
 

@@ -125,9 +125,7 @@ class RoundedExchange(HeadExchange):
         places_q, places_kv = trade.places
         q, k, v = (x.unflatten(-2, (self.parallel.size, -1)) for x in (q_BTNH, k_BTNH, v_BTNH))
         self._send_queries(layer, q, places_q)
-        for number, scales in enumerate(self.scales[:, layer]):
-            for rank, scales_2N in enumerate(scales):
-                narrow((k[number, :, rank], v[number, :, rank]), scales_2N, places_kv[:, number, :, rank])
+        _narrow((k, v), self.scales[:, layer], places_kv)
         (queries,), keys_values = trade.exchange(self.num_tokens)
         for number, (window, row) in enumerate(zip(self.windows, rows, strict=True)):
             window.write_rounded(layer, row.frames, keys_values[:, number])
@@ -167,9 +165,7 @@ class RoundedQueriesExchange(RoundedExchange):
         return FP8
 
     def _send_queries(self, layer: int, q: torch.Tensor, places: torch.Tensor) -> None:
-        for number, scales in enumerate(self.query_scales[:, layer]):
-            for rank, scales_1N in enumerate(scales):
-                narrow((q[number, :, rank],), scales_1N, places[:, number, :, rank])
+        _narrow((q,), self.query_scales[:, layer], places)
 
     def _attend(self, window: RoundedView, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         return window.attend_rounded(layer, frames, q_TNH)
@@ -181,3 +177,12 @@ class RoundedQueriesExchange(RoundedExchange):
         for row_apart, scales, row_out in zip(apart, self.result_scales[:, layer], out, strict=True):
             widen_into(row_apart.transpose(0, 1), scales, row_out.transpose(0, 1))
         return out.flatten(2, 3)
+
+
+def _narrow(parts: tuple[torch.Tensor, ...], scales: torch.Tensor, places: torch.Tensor) -> None:
+    """`narrow` of each row's heads for each rank. parts: [B, T_r, rank, N_r, H]; scales: [B, rank, K, N_r]; places:
+    [K, B, T_r, rank, N_r, H].
+    """
+    for number, of_row in enumerate(scales):
+        for rank, scales_KN in enumerate(of_row):
+            narrow(tuple(part[number, :, rank] for part in parts), scales_KN, places[:, number, :, rank])
