@@ -40,6 +40,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", help="vLLM's flag")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="vLLM's flag")
     parser.add_argument("--kernels", action="store_true", help="trace chunks at the end: GPU time by kernel")
+    parser.add_argument("--traces", type=Path, help="with --kernels: keep torch's traces in this folder")
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,6 +98,11 @@ async def run_request(engine: Any, params: Any, tensors: Any, request_id: str) -
 TRACED_CHUNKS = 2
 
 
+def trace_folder(args: argparse.Namespace, scratch: Path) -> Path:
+    """Where torch's traces lie: in `--traces`, or in a folder that is thrown away."""
+    return args.traces or scratch / "trace"
+
+
 def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The engine's argument for `kernel_times`, if `--kernels` was given."""
     import torch
@@ -119,8 +125,8 @@ async def kernel_times(
 ) -> dict[str, Any]:
     """Milliseconds of each GPU kernel in one chunk, the largest first (of each operator, on a CPU).
 
-    Chunks run one after the other; those after `warm_chunks` are traced. `busy_ms` sums all kernels, `wall_ms` is from
-    the first one's start to the last one's end.
+    Chunks run one after the other; those after `warm_chunks` are traced. `busy_ms` sums all kernels of all ranks, and
+    `busy_ms_of_ranks` those of each; `wall_ms` is from the first one's start to the last one's end.
     """
     for index in range(warm_chunks):
         await chunk(index)
@@ -128,16 +134,18 @@ async def kernel_times(
     for index in range(warm_chunks, warm_chunks + TRACED_CHUNKS):
         await chunk(index)
     await engine.stop_profile()
-    events = []
-    for trace in folder.glob("*.json.gz"):
+    ranks = []
+    for trace in sorted(folder.glob("*.json.gz")):
         found = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-        events += [event for event in found if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op")]
+        ranks.append([e for e in found if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op")])
+    events = [event for rank in ranks for event in rank]
     times, calls = Counter[str](), Counter[str]()
     for event in events:
         times[event["name"][:160]] += event["dur"] / 1e3 / TRACED_CHUNKS
         calls[event["name"][:160]] += 1
     return {
         "busy_ms": round(sum(times.values()), 2),
+        "busy_ms_of_ranks": [round(sum(e["dur"] for e in rank) / 1e3 / TRACED_CHUNKS, 2) for rank in ranks],
         "wall_ms": round(
             (max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)) / 1e3 / TRACED_CHUNKS, 2
         ),

@@ -39,6 +39,7 @@ from common import (
     run_request,
     running_engine,
     save,
+    trace_folder,
     tracing,
 )
 
@@ -136,7 +137,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         disable_custom_all_reduce=args.disable_custom_all_reduce,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
-        **tracing(args, model.parent / "trace"),
+        **tracing(args, trace_folder(args, model.parent)),
     ) as engine:
         load_s = time.perf_counter() - loading
         runs = await asyncio.gather(
@@ -151,7 +152,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         kernels = None
         if args.kernels:
             traced = session_chunk(engine, "traced", args, "rgb")
-            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
+            kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
 
     records = runs[0]["records"]
     steady = records[args.warm_chunks :]

@@ -38,6 +38,7 @@ from common import (
     run_request,
     running_engine,
     save,
+    trace_folder,
     tracing,
 )
 
@@ -111,7 +112,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
-        **tracing(args, model.parent / "trace"),
+        **tracing(args, trace_folder(args, model.parent)),
     ) as engine:
         sessions = await asyncio.gather(*(play(engine, f"game{n}", args) for n in range(args.sessions)))
         memory = await engine.collective_rpc("device_memory")
@@ -119,7 +120,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         kernels = None
         if args.kernels:
             traced = session_chunk(engine, "traced", args)
-            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
+            kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
     start, *records = sessions[0]
     gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
     steady = records[args.warm_chunks :]

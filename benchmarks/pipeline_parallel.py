@@ -42,10 +42,15 @@ from common import (
     chunk_rate,
     command_line,
     hardware,
+    kernel_times,
+    precision_of,
     restart_with,
     run_chunks,
+    run_request,
     running_engine,
     save,
+    trace_folder,
+    tracing,
 )
 
 
@@ -88,6 +93,7 @@ ROWS = {
     "vae_stage": Row(stages=2, vae_stage=True),
     "ulysses": Row(ranks=2),
     "ulysses_vae_parallel": Row(ranks=2, vae_parallel=True),
+    "ulysses_vae_parallel_2_replicas": Row(ranks=2, replicas=2, vae_parallel=True, sessions=2),
     "tensor": Row(ranks=2, sequence=False),
     "tensor_vae_parallel": Row(ranks=2, sequence=False, vae_parallel=True),
     "pp2": Row(stages=2),
@@ -102,6 +108,7 @@ ROWS = {
     "pp2_tensor2_2_sessions": Row(ranks=2, stages=2, sequence=False, sessions=2),
     "ulysses4": Row(ranks=4),
     "ulysses4_vae_parallel": Row(ranks=4, vae_parallel=True),
+    "ulysses4_vae_parallel_2_sessions": Row(ranks=4, vae_parallel=True, sessions=2),
     "pp4_4_sessions": Row(stages=4, sessions=4),
     "ulysses4_vae_stage": Row(ranks=4, stages=2, vae_stage=True),
     "matched2_one_gpu": Row(matched_steps=2),
@@ -169,9 +176,11 @@ class RankClient:
             queue.close()
 
 
-async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(model: Model, folder: Path, row: Row, traces: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One engine: a throw-away stream, then `row.sessions` streams at once."""
     import torch
+
+    from vllm_omni.inputs import DiffusionParams
 
     options = {**model.options, **row.model_options, **json.loads(args.model_options)}
     if row.ranks > 1 and row.sequence:
@@ -192,6 +201,11 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         fields, tensors = request(name, index)
         return {**fields, "output": "latents"}, tensors
 
+    async def traced_chunk(index: int) -> None:
+        fields, tensors = request("traced", index)
+        params = DiffusionParams(session_id="traced", chunk_index=index, **fields)
+        await run_request(engine, params, tensors, f"traced-{index}")
+
     omni = {
         "height": args.height,
         "width": args.width,
@@ -203,11 +217,13 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         "pipeline": "temporal" if row.temporal else "blocks",
         **json.loads(args.omni_options),
     }
+    precision = precision_of(args)
+    if args.dtype == "auto":
+        precision["dtype"] = model.dtype
     loading = time.perf_counter()
     async with running_engine(
         folder,
         omni,
-        dtype=model.dtype,
         enforce_eager=args.eager,
         load_format="dummy",
         tensor_parallel_size=row.ranks,
@@ -215,6 +231,8 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         data_parallel_size=row.replicas,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **(SHARED_GPUS if args.share_gpus else {}),
+        **precision,
+        **tracing(args, traces),
     ) as engine:
         load_s = time.perf_counter() - loading
         clients = [RankClient(engine, rank) for rank in range(row.replicas)] if row.replicas > 1 else [engine]
@@ -233,6 +251,11 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         )
         memory = await engine.collective_rpc("device_memory")
         sessions = await engine.collective_rpc("session_stats")
+        kernels = None
+        if args.kernels:
+            for number in range(row.sessions):
+                await engine.collective_rpc("close_session", args=(f"stream{number}",))
+            kernels = await kernel_times(engine, traces, traced_chunk, args.warm_chunks)
     rates = [chunk_rate(stream, args.warm_chunks) for stream in streams]
     return {
         **dataclasses.asdict(row),
@@ -248,6 +271,8 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         "omni_options": {key: value for key, value in omni.items() if key != "model"},
         "device_memory": memory,
         "session_bytes": [rank["bytes"] for rank in sessions],
+        **precision,
+        "kernels": kernels,
     }
 
 
@@ -302,7 +327,8 @@ def main() -> None:
         model.write(Path(folder) / "model")
         for row_name in args.rows or [name for name, row in ROWS.items() if fits(row, model)]:
             try:
-                rows[row_name] = asyncio.run(measure(model, Path(folder) / "model", ROWS[row_name], args))
+                traces = trace_folder(args, Path(folder)) / row_name
+                rows[row_name] = asyncio.run(measure(model, Path(folder) / "model", ROWS[row_name], traces, args))
             except Exception as error:  # a row that cannot run (memory, a refusal) must not cost the others
                 rows[row_name] = {**dataclasses.asdict(ROWS[row_name]), "error": f"{type(error).__name__}: {error}"}
             save(name, {"result": {"model": args.model, "size": [args.height, args.width], "rows": rows}}, args)

@@ -44,6 +44,7 @@ from common import (
     run_request,
     running_engine,
     save,
+    trace_folder,
     tracing,
 )
 
@@ -165,7 +166,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
-        **tracing(args, model.parent / "trace"),
+        **tracing(args, trace_folder(args, model.parent)),
     ) as engine:
         load_s = time.perf_counter() - loading
         first = await one_stream(engine, "first", argparse.Namespace(**{**vars(args), "chunks": 2}), plan)
@@ -179,7 +180,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             for n in range(args.streams):
                 await engine.collective_rpc("close_session", args=(f"stream{n}",))
             traced = stream_chunk(engine, "traced", args, plan)
-            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
+            kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
 
     records = runs[0]["records"]
     steady = records[args.warm_chunks :]
