@@ -236,6 +236,10 @@ def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch)
             log.append(self.name)
 
     class Stream:
+        def __init__(self, priority: int = -1) -> None:
+            self.priority = priority
+            log.append(f"stream of priority {priority}")
+
         def wait_stream(self, other: object) -> None: ...
 
     fakes = {"CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream, "graph_pool_handle": object}
@@ -252,7 +256,9 @@ def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch)
 
     capture = CudaCapture()
     _, replay = capture(forward)
-    assert log == ["begin", "end"] * 3 and seen[0] is seen[1] and seen[0].is_contiguous()
+    current, own, *pieces = log
+    assert own == current == "stream of priority -1", "kernels keep the priority of the stream of their capture"
+    assert pieces == ["begin", "end"] * 3 and seen[0] is seen[1] and seen[0].is_contiguous()
     log.clear()
     replay()
     assert log == ["graph 0", "exchange 1", "graph 1", "exchange 2", "graph 2"]

@@ -134,8 +134,9 @@ class CudaCapture:
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         global _recording
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        self._stream = self._stream or torch.cuda.Stream(priority=current.priority)  # which its kernels keep
+        self._stream.wait_stream(current)
         recording = _Recording(self._pool, self._buffers)
         with torch.cuda.stream(self._stream):
             recording.begin()
@@ -145,7 +146,7 @@ class CudaCapture:
             finally:
                 _recording = None
                 recording.end()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current.wait_stream(self._stream)
         return output, recording.replay
 
 

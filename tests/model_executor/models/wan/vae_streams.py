@@ -37,7 +37,8 @@ def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWan
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("gamma" in name))
+        noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+        parameter.data.copy_(noise * scale + ("gamma" in name))
     return vae
 
 

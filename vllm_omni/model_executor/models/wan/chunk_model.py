@@ -8,6 +8,7 @@ Held by the pipeline tests of causal Wan and LingBot World.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerCon
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
+from vllm_omni.model_executor.models.wan.fused_decoder import fused_decoder
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
@@ -169,6 +171,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         `ChunkDecoder`.
         """
         dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
+        bands = RowBands.of(setup.parallel)
         self.vae = StreamingWanVAE(
             setup.vae_config,
             encoder=encodes,
@@ -176,7 +179,8 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
             dtype=dtype,
             compiled=setup.compiled,
             frames_per_call=frames_per_call,
-            bands=RowBands.of(setup.parallel),
+            bands=bands,
+            fuse=partial(fused_decoder, cuda_graphs=setup.cuda_graphs and bands is not None),
         )
         self._wants_tiny_vae = setup.wants_tiny_vae
         channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file

@@ -12,6 +12,7 @@ A latent frame at a time, so a stream cut anywhere equals one call over the whol
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 from vllm.triton_utils import HAS_TRITON
 
+from vllm_omni.model_executor.models.wan.decoder_graphs import DecoderGraphs
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.stacked_frames import (
     Activation,
@@ -45,10 +47,10 @@ class Passes:
     add_up: Callable[[Activation], torch.Tensor]
 
 
-def fused_decoder(decoder: Any, bands: RowBands | None) -> "FusedDecoder | None":
+def fused_decoder(decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = False) -> "FusedDecoder | None":
     """The fused form of a built `WanDecoder3d`, or None on a CPU, on an old GPU, in fp32 and without Triton.
 
-    bands: those of `split_decoder`, if that was called.
+    bands: those of `split_decoder`, if that was called. cuda_graphs: launch latent frames as graphs.
     """
     weight = decoder.conv_in.weight
     if not (HAS_TRITON and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
@@ -57,17 +59,21 @@ def fused_decoder(decoder: Any, bands: RowBands | None) -> "FusedDecoder | None"
         return None
     from vllm_omni.model_executor.models.wan import decoder_kernels
 
-    return FusedDecoder(decoder, bands, Passes(decoder_kernels.stack_frames, decoder_kernels.add_up))
+    passes = Passes(decoder_kernels.stack_frames, decoder_kernels.add_up)
+    return FusedDecoder(decoder, bands, passes, DecoderGraphs() if cuda_graphs else None)
 
 
 class FusedDecoder:
     """Decodes latent frames by the layers of a `WanDecoder3d`, whose weights it lays out for its convolutions.
 
-    It keeps weights that it derives from some; `forget` them when weights were loaded.
+    It keeps weights that it derives from some; `forget` them when weights were loaded. graphs: None = latent frames are
+    launched kernel by kernel.
     """
 
-    def __init__(self, decoder: Any, bands: RowBands | None, passes: Passes) -> None:
-        self.decoder, self.bands, self.passes = decoder, bands, passes
+    def __init__(
+        self, decoder: Any, bands: RowBands | None, passes: Passes, graphs: DecoderGraphs | None = None
+    ) -> None:
+        self.decoder, self.bands, self.passes, self.graphs = decoder, bands, passes, graphs
         self._in_three_dimensions = {id(layer) for layer in _at_latent_size(decoder)}
         self._derived: dict[nn.Module, torch.Tensor] = {}
         for layer in decoder.modules():
@@ -80,15 +86,27 @@ class FusedDecoder:
         """Decode one latent frame of streams.
 
         x_BCTHW: T = 1. features: their feature cache, replaced in place; None starts streams. shapes: of a stream's
-        features. Returns frames [B, 3, T, H, W], T = 4 (1 at a start), and the features.
+        features. Returns frames [B, 3, T, H, W], T = 4 (1 at a start), and the features, which are good until the next
+        decode of other streams (`kept`).
         """
         first = features is None
         if features is None:
             features = [_zeros(x_BCTHW, shape) for shape in shapes]
+        if self.graphs is not None and self.graphs.serve(features):
+            return self.graphs(x_BCTHW, features, partial(self._decode_in_place, first=first), first=first)
         return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
+
+    def kept(self, features: list[Any]) -> list[Any]:
+        """Features that decodes of other streams leave as they are."""
+        return features if self.graphs is None else self.graphs.kept(features)
+
+    def _decode_in_place(self, x_BCTHW: torch.Tensor, features: list[torch.Tensor], *, first: bool) -> torch.Tensor:
+        return _LatentPass(self, features, len(x_BCTHW), first, in_place=True).decode(x_BCTHW)
 
     def forget(self) -> None:
         self._derived.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def derived(self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`form` of the layer's weight, kept."""
@@ -114,10 +132,13 @@ class FusedDecoder:
 
 
 class _LatentPass:
-    """One latent frame on its way through the decoder."""
+    """One latent frame on its way through the decoder. in_place: features are written to, not replaced."""
 
-    def __init__(self, whole: FusedDecoder, features: list[Any], streams: int, first: bool) -> None:
+    def __init__(
+        self, whole: FusedDecoder, features: list[Any], streams: int, first: bool, *, in_place: bool = False
+    ) -> None:
         self.whole, self.features, self.streams, self.first = whole, features, streams, first
+        self.in_place = in_place
         self.index = 0
 
     def decode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -150,7 +171,11 @@ class _LatentPass:
         )
         if bands is not None:
             bands.fill_edges(stacked.frames)
-        self.features[self.index] = stacked.newest.permute(0, 4, 1, 2, 3)
+        newest_BCTHW = stacked.newest.permute(0, 4, 1, 2, 3)
+        if self.in_place:
+            past_BCTHW.copy_(newest_BCTHW)
+        else:
+            self.features[self.index] = newest_BCTHW
         self.index += 1
         return stacked.frames, stacked.total
 

@@ -15,12 +15,15 @@ Knows no session and no request. Held by tests/model_executor/models/wan/test_sp
 
 # B batch, C channels, T frames, H rows, W columns, R rows of this band
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanCausalConv3d
 from torch import nn
 from torch.nn import functional
 
+from vllm_omni.model_executor.layers.forward_graphs import between_graphs, kept_buffer, kept_copy
 from vllm_omni.model_executor.layers.parallel import ParallelContext, split_evenly
 from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
 from vllm_omni.outputs import RequestFailed, empty_result
@@ -69,9 +72,13 @@ class RowBands:
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [n * size, ...]: every rank's tensor, of one shape and contiguous, in the order of ranks."""
-        every = own.new_empty(self.size * len(own), *own.shape[1:])
-        _all_gather(every, own, group=self.group)
+        """[n, ...] -> [n * size, ...]: every rank's tensor, of one shape, in the order of ranks.
+
+        Use it before the next call.
+        """
+        own = kept_copy("rows", own)
+        every = kept_buffer("rows of all ranks", (self.size * len(own), *own.shape[1:]), own)
+        between_graphs(partial(_all_gather, every, own, group=self.group))
         return every
 
     def with_neighbours(self, x: torch.Tensor) -> torch.Tensor:

@@ -249,6 +249,8 @@ class StreamingWanVAE(nn.Module):
             frames, features = self._decode_latent(self.post_quant_conv(piece), features, shapes)
             pixels.append(frames)
         assert features is not None, "decode needs at least one latent frame"
+        if self._fused is not None:
+            features = self._fused.kept(features)
         return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:

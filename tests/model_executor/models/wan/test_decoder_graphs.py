@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder whose latent frames are launched as graphs gives the bits of one that launches kernel by kernel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.rank_processes import run_ranks
+from vae_streams import decode_stream, plainly_fused, random_vae
+
+from vllm_omni.model_executor.layers.forward_graphs import Replay
+from vllm_omni.model_executor.models.wan.decoder_graphs import DecoderGraphs
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes, fused_decoder
+from vllm_omni.model_executor.models.wan.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.stacked_frames import add_up, stack_frames
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+
+CUTS = [3, 1, 2, 3]
+
+
+class HostGraphs:
+    """A decoder's graphs without a device: a replay repeats the host's side. Counts captures and replays."""
+
+    def __init__(self) -> None:
+        self.graphs = DecoderGraphs(self.capture)
+        self.captures = self.replays = 0
+
+    def decoder(self, decoder: Any, bands: RowBands | None) -> FusedDecoder:
+        return FusedDecoder(decoder, bands, Passes(stack_frames, add_up), self.graphs)
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        """As on a device, a capture computes nothing: what it wrote is taken back."""
+        self.captures += 1
+        before = [place.clone() for place in self.graphs.places]
+        output = torch.empty_like(run())
+        for place, feature in zip(self.graphs.places, before, strict=True):
+            place.copy_(feature)
+
+        def replay() -> None:
+            self.replays += 1
+            output.copy_(run())
+
+        return output, replay
+
+
+@pytest.fixture(scope="module")
+def plain() -> StreamingWanVAE:
+    return random_vae(fuse=plainly_fused)
+
+
+@pytest.fixture
+def host() -> HostGraphs:
+    return HostGraphs()
+
+
+def latents(seed: int = 1, height: int = 3) -> torch.Tensor:
+    return torch.randn(1, 16, sum(CUTS), height, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_stream(got: tuple[torch.Tensor, VAECache], wanted: tuple[torch.Tensor, VAECache]) -> None:
+    assert torch.equal(got[0], wanted[0]) and got[1].equal(wanted[1])
+
+
+def test_two_graphs_serve_every_stream(plain: StreamingWanVAE, host: HostGraphs) -> None:
+    """One for first latent frames, captured with the first stream, and one for later ones."""
+    graphed = random_vae(fuse=host.decoder)
+    for seed in (1, 2):
+        assert_stream(decode_stream(graphed, latents(seed), CUTS), decode_stream(plain, latents(seed), CUTS))
+    assert host.captures == 2
+    launched_as_they_are = 2  # the first of each kind
+    assert host.replays == 2 * sum(CUTS) + 1 - launched_as_they_are
+
+
+def test_streams_take_turns_and_an_old_cache_goes_on(plain: StreamingWanVAE, host: HostGraphs) -> None:
+    """A cache is a value: others' decodes leave it alone, and a chunk may be decoded again from the same one."""
+    graphed = random_vae(fuse=host.decoder)
+    caches: dict[int, Any] = {1: None, 2: None}
+    expected: dict[int, Any] = {1: None, 2: None}
+    for piece in range(3):
+        for seed in (1, 2):
+            chunk = latents(seed)[:, :, 2 * piece : 2 * piece + 2]
+            frames, cache = graphed.decode(chunk, caches[seed])
+            again, same_cache = graphed.decode(chunk, caches[seed])
+            wanted, expected[seed] = plain.decode(chunk, expected[seed])
+            assert torch.equal(frames, wanted) and torch.equal(again, wanted)
+            assert cache.equal(expected[seed]) and same_cache.equal(cache)
+            caches[seed] = cache
+    assert caches[1].equal(expected[1]), "and is still what it was"
+
+
+def test_other_sizes_are_launched_as_they_are(plain: StreamingWanVAE, host: HostGraphs) -> None:
+    graphed = random_vae(fuse=host.decoder)
+    graphed.decode(latents(), None)
+    replays = host.replays
+    assert_stream(decode_stream(graphed, latents(height=4), CUTS), decode_stream(plain, latents(height=4), CUTS))
+    assert host.replays == replays
+    assert_stream(decode_stream(graphed, latents(2), CUTS), decode_stream(plain, latents(2), CUTS))
+    assert host.replays == replays + sum(CUTS)
+
+
+def test_loaded_weights_are_captured_again(host: HostGraphs) -> None:
+    graphed, other = random_vae(fuse=host.decoder), random_vae(7, fuse=plainly_fused)
+    graphed.decode(latents(), None)
+    graphed.load_state_dict(other.state_dict())
+    assert_stream(decode_stream(graphed, latents(), CUTS), decode_stream(other, latents(), CUTS))
+    assert host.captures == 4
+
+
+def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    try:
+        assert dist.group.WORLD is not None
+        bands = RowBands(rank, size, dist.group.WORLD)
+        with torch.device("cuda"):
+            vaes = [
+                random_vae(
+                    base_dim=16,
+                    bands=bands,
+                    dtype=torch.bfloat16,
+                    fuse=lambda decoder, bands, graphs=graphs: fused_decoder(decoder, bands, cuda_graphs=graphs),
+                )
+                for graphs in (False, True)
+            ]
+        for height in (8, 11, 8):
+            for seed in (1, 2):
+                x = latents(seed, height).cuda()
+                wanted, got = (decode_stream(vae, x, CUTS) for vae in vaes)
+                assert_stream(got, wanted)
+        fused = vaes[1]._fused
+        assert fused is not None and fused.graphs is not None and len(fused.graphs.places) > 0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_bands_on_devices(tmp_path: Any) -> None:
+    """Real graphs with NCCL's exchanges between them."""
+    size = min(4, torch.cuda.device_count())
+    run_ranks(_check_on_devices, (size, str(tmp_path / "rendezvous")), size)
