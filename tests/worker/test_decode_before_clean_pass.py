@@ -61,6 +61,18 @@ def test_frames_are_made_before_the_clean_pass_and_committed_after_it(
     assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode", "denoise_step", "commit"]
 
 
+def test_the_decode_is_launched_behind_the_last_denoise_step(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same engine step: launching a decode and a clean pass takes a host longer than decoding a device."""
+    runner = make_runner(null_world)
+    calls = count(runner, monkeypatch)
+    execute(runner, step(new=[chunk("r", 0)]))
+    for _ in range(STEPS - 2):
+        execute(runner, step(running=["r"]))
+    assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode"]
+
+
 @pytest.mark.parametrize("family", ["null_world", "causal_wan"])
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -84,10 +84,5 @@ def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH
         target_TNH.copy_(plain_narrow(part, scale_N))
 
 
-def in_words(x: torch.Tensor) -> torch.Tensor:
-    """A view of `x` in numbers of eight bytes where its last dimension allows: copies of single bytes are slow."""
-    return x if x.shape[-1] * x.itemsize % torch.int64.itemsize else x.view(torch.int64)
-
-
 def plain_narrow(x_TNH: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
     return (x_TNH / scale_N.unsqueeze(-1).to(x_TNH.dtype)).clamp_(-LARGEST, LARGEST).to(FP8)

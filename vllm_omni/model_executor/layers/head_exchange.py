@@ -23,7 +23,7 @@ import torch
 from vllm_omni.model_executor.layers.fp8_attention import query_scales, result_scales
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen_into
 from vllm_omni.model_executor.layers.parallel import HeadTrade, ParallelContext
-from vllm_omni.model_executor.layers.rows import stack
+from vllm_omni.model_executor.layers.rows import in_words, stack
 
 
 class RoundedView(Protocol):
@@ -142,7 +142,7 @@ class RoundedExchange(HeadExchange):
 
     def _send_queries(self, layer: int, q: torch.Tensor, places: torch.Tensor) -> None:
         """q: [B, T_r, rank, N_r, H]. places: [1, B, T_r, rank, N_r, H]."""
-        places[0].copy_(q)
+        in_words(places[0]).copy_(in_words(q))
 
     def _attend(self, window: RoundedView, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         return window.attend(layer, frames, q_TNH)

@@ -18,7 +18,8 @@ import torch
 
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.fp8_attention import fp8_attention, fp8_product, rounded_attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, in_words, narrow, plain_narrow, widen
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, plain_narrow, widen
+from vllm_omni.model_executor.layers.rows import in_words
 
 _HEADROOM = 16.0
 _TINIEST = 2.0**-10
@@ -41,8 +42,8 @@ class KVFormat:
 
     def store(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
         """Write keys and values into a part of the buffer."""
-        target_2TNH[0].copy_(k_TNH)
-        target_2TNH[1].copy_(v_TNH)
+        for target_TNH, x_TNH in zip(target_2TNH, (k_TNH, v_TNH), strict=True):
+            in_words(target_TNH).copy_(in_words(x_TNH.to(self.storage)))
 
     def keep(self, rounded_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
         """Write keys and values that are as the buffer holds them into a part of it."""

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.forward_graphs import between_graphs, kept_buffer, kept_copy
+from vllm_omni.model_executor.layers.rows import in_words
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class ParallelContext:
             return list(parts)
         trade = HeadTrade(self, parts[0], [(part.dtype, 1) for part in parts])
         for place, part in zip(trade.places, parts, strict=True):
-            place[0].copy_(part.unflatten(-2, (self.size, -1)))
+            in_words(place[0]).copy_(in_words(part.unflatten(-2, (self.size, -1))))
         return [received[0] for received in trade.exchange(num_tokens)]
 
     def heads_to_tokens(self, x_BTNH: torch.Tensor) -> torch.Tensor:
@@ -187,7 +188,9 @@ class ParallelContext:
 
         Use the result before the next call: that of a single token may share its memory.
         """
-        return self.heads_apart(x_BTNH).flatten(2, 3) if self.sequence_parallel else x_BTNH
+        if not self.sequence_parallel:
+            return x_BTNH
+        return in_words(self.heads_apart(x_BTNH)).flatten(2, 3).view(x_BTNH.dtype)
 
     def heads_apart(self, x_BTNH: torch.Tensor) -> torch.Tensor:
         """`heads_to_tokens` of sequence-parallel ranks, each rank's heads as they arrived: [B, T_r, size, N_r, H].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a batch.
+"""Rows of a batch, and copies of them.
 
 Held by tests/model_executor/layers/test_head_exchange.py.
 """
@@ -12,3 +12,8 @@ import torch
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack along a new first dimension; a view when there is one part."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """A view of `x` in numbers of eight bytes where its last dimension allows: strided copies of shorter are slow."""
+    return x if x.shape[-1] * x.itemsize % torch.int64.itemsize else x.view(torch.int64)

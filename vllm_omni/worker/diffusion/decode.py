@@ -118,7 +118,8 @@ class ChunkEnd:
     def decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
         """Launch the decode of chunks whose latents are final: their results need not wait for a clean pass.
 
-        On the steps' own CUDA stream the device then decodes first, and takes the clean pass while the host delivers.
+        To be called behind the step that made them final, while the device is at it. On the steps' own CUDA stream the
+        device then decodes first, while the host launches the clean pass, and takes that while the host delivers.
         """
         early = [state for state in states if self._decodes and self._is_decoded_early(state)]
         self.decode_together(early)

@@ -131,7 +131,6 @@ class WithLayers(Role):
         results: list[torch.Tensor | None] = []
         for group, hidden in zip(groups, arrived, strict=True):
             members = [by_id[request.request_id] for request in group]
-            self.chunk_end.decode_before_clean_pass(members)
             results.append(self.forward(members, hidden))
             self._after_forward(members, outputs)
         return self._hand_on(MicroStep(states, chunks, alive, beginning, waiting, results), outputs)
@@ -177,6 +176,7 @@ class EndsSteps(WithLayers):
         return result
 
     def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
+        self.chunk_end.decode_before_clean_pass([state for state in states if state.failure is None])
         ended = [state for state in states if state.done and state.failure is None]
         self.chunk_end.decode_together(ended)
         for state in ended:
