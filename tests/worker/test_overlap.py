@@ -189,6 +189,20 @@ def test_the_host_is_a_step_ahead_of_the_device_and_less_where_steps_are_long(
     assert device.ends_s[-1] - device.now_s == pytest.approx(before_end_ms / 1e3, abs=1e-6)
 
 
+def test_a_host_that_launches_slowly_begins_before_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device begins a step while the host still launches it: its end is expected from there on."""
+    device = Device(0.0, monkeypatch)
+    pacer = StepPacer(torch.device("cuda"))
+    for _ in range(8):
+        device.step_s = 0.06  # given to the device with the first kernel
+        pacer.launching()
+        device.sleep(0.04)
+        device.step_s = 0.0
+        pacer.launched()
+        pacer.wait(hurry=False)
+    assert device.ends_s[-1] - device.now_s == pytest.approx(0.01, abs=1e-6)
+
+
 def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(200.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))

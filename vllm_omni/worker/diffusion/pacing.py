@@ -32,13 +32,16 @@ class StepPacer:
         self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=2)
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=3)
-        self._launched_s = 0.0
+        self._launch_s = 0.0
+        """When the host began to launch the last step, or launched it, if nobody said that it began."""
+        self._expected_end_s = 0.0
 
     def launching(self) -> None:
         """Call before launching a step whose device time `before_s` shall tell."""
         if self._cuda:
             self._begin = torch.cuda.Event(enable_timing=True)
             self._begin.record()
+            self._launch_s = time.perf_counter()
 
     def launched(self) -> None:
         """Call after launching a step."""
@@ -46,8 +49,9 @@ class StepPacer:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self._ends.append(end)
-            self._launched_s = time.perf_counter()
-            if self._begin is not None:
+            if self._begin is None:
+                self._launch_s = time.perf_counter()
+            else:
                 self._spans.append((self._begin, end))
                 self._begin = None
 
@@ -71,9 +75,11 @@ class StepPacer:
         earlier, before, last = self._ends
         idle = before.query()
         before.synchronize()
-        began_s = self._launched_s if idle else time.perf_counter()
         step_ms = earlier.elapsed_time(before)
+        # The device began the last step with its first kernel, which a host that launches ahead brings before its turn.
+        began_s = max(self._launch_s, self._expected_end_s) if idle else time.perf_counter()
+        self._expected_end_s = began_s + step_ms / 1e3
         if not hurry and step_ms >= self._slow_ms:
-            until_s = began_s + (step_ms - LEAD * self._slow_ms) / 1e3
+            until_s = self._expected_end_s - LEAD * self._slow_ms / 1e3
             while not last.query() and (left_s := until_s - time.perf_counter()) > 0:
                 time.sleep(min(left_s, _POLL_S))
