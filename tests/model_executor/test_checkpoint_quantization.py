@@ -28,6 +28,8 @@ from vllm_omni.model_executor.models.wan2_2.weights import load_transformer
 from vllm_omni.model_executor.tensor_files import read_json
 from vllm_omni.testing.tiny.quantized import SIZES, draw, write_fp8_scaled
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 FILE = "diffusion_pytorch_model.safetensors"
 BLOCK_LAYERS = 10
 """Linear layers of a block, as they are stored."""
@@ -178,7 +180,7 @@ def bf16(null_world: Path, single_rank: None) -> VllmConfig:
 def test_vllms_layers_compute_with_the_stored_numbers(bf16: VllmConfig, name: str) -> None:
     """Each layer's product against the numbers read back: only the inputs are rounded besides.
 
-    Without VNNI a CPU adds int8 products in 16 bits, and the largest sums are cut off (11 % of a layer's norm was seen).
+    Without VNNI a CPU adds int8 products in 16 bits and cuts the largest sums off: 11 % of a layer's norm was seen.
     """
     folder = QUANTIZED / name
     allowed = 0.04 if name.endswith("fp8") or torch.cpu._is_vnni_supported() else 0.2
