@@ -96,6 +96,13 @@ def tiny_language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_language_model(tmp_path_factory.mktemp("tiny_language_model"))
 
 
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """vLLM compiles its rounding to FP8 on a CPU: up to 10 s where inductor's cache is empty, 2 s where it is not."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """vLLM's process groups for a world of one, in this process."""

@@ -29,8 +29,9 @@ from helpers.fork_server import fork_server
 IMPORTED = (
     *("vllm_omni.model_executor.vllm_model", "diffusers.models.autoencoders", "torch._dynamo", "transformers"),
     *("vllm.entrypoints.openai.api_server", "vllm.v1.worker.gpu_worker", "vllm.v1.engine.async_llm"),
+    "helpers.models_inspected_here",
 )
-"""What takes long."""
+"""What takes long, and what saves more of it."""
 _PLUGINS = ("anyio",)
 """Packages among them that bring a plugin of pytest, which it would like to import itself."""
 _STANDARD_STREAMS = (0, 1, 2)

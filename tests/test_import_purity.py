@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to three registries."""
+"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to three registries.
+
+All of it, files of Triton kernels too, is imported where Triton is not installed, as on most machines without a GPU.
+"""
 
 import json
 import subprocess
@@ -9,9 +12,18 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "online_serving"
+PACKAGE = Path(__file__).parents[1] / "vllm_omni"
+EXAMPLES = PACKAGE.parent / "examples" / "online_serving"
 SNAPSHOT = """
 import importlib, json, sys
+from importlib.machinery import PathFinder
+
+class WithoutTriton(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "triton" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTriton
 import vllm, vllm.v1.core.sched.scheduler, vllm.v1.worker.gpu_worker, vllm.v1.engine.core, vllm.v1.engine.async_llm
 import vllm.model_executor.models.config, vllm.model_executor.models.registry, vllm.transformers_utils.config
 import vllm.model_executor.layers.pooler, vllm.entrypoints.openai.api_server, vllm.sequence, vllm.inputs
@@ -48,16 +60,19 @@ vllm_omni.register()
 vllm_omni.register()
 registered, new = objects(), contents()
 names = [m.name for m in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni.")]
-imported = 0
+imported, kernels = 0, {}
 for name in names:
     if name.endswith(".cpu_worker"):
         continue
-    importlib.import_module(name)
+    module = importlib.import_module(name)
+    kernels[name] = sorted(key for key in vars(module) if key.endswith("_kernel"))
     imported += 1
 # A submodule imported for the first time becomes an attribute of its package: an addition, not a change.
 print(json.dumps({
     "checked": len(before),
     "imported": imported,
+    "kernels": kernels,
+    "triton": "triton" in sys.modules,
     "changed_by_importing": changed(registered, objects()),
     "changed_by_registering": changed(before, registered),
     "added": {kind: sorted(set(new[kind]) - set(entries[kind])) for kind in new},
@@ -96,9 +111,20 @@ def test_registering_touches_three_registries_and_only_adds(walk: dict[str, Any]
     }
 
 
+def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
+    """Each with its kernels' names; none of them imports Triton past `triton_or_names`."""
+    files = [path for path in PACKAGE.rglob("*.py") if "@triton.jit" in path.read_text()]
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in files]
+    assert len(names) >= 3 and not walk["triton"]
+    assert [name for name in names if not walk["kernels"][name]] == []
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    """`import vllm_omni` happens in every vLLM process: it must not import torch, vllm or itself further."""
-    script = "import sys, json, vllm_omni; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
+    """`import vllm_omni` happens in every vLLM process: it must not import torch, vllm or itself further. Nor does the
+    table of families, which commands read.
+    """
+    load = "import sys, json, vllm_omni, vllm_omni.model_executor.models.registry"
+    script = f"{load}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(output.stdout.splitlines()[-1]) == []
 

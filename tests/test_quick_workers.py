@@ -2,6 +2,7 @@
 """Processes of `pytest -n` find the libraries imported, and are otherwise what xdist would have started."""
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -73,6 +74,22 @@ def test_processes_are_forked_from_one_that_has_imported(spec: execnet.XSpec) ->
     assert psutil.Process(parent).ppid() == os.getpid()
     group.terminate(10)
     assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes start as ever")
+def test_classes_of_models_are_inspected_without_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also those that vLLM's cache does not know."""
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)  # put back afterwards
+    monkeypatch.delitem(sys.modules, "helpers.models_inspected_here", raising=False)
+    monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", ["false"])
+    importlib.import_module(quick_workers.IMPORTED[-1])
+    world = registry._LazyRegisteredModel("vllm_omni.testing.null.world.pipeline", "NullWorldPipeline")
+    assert world.inspect_model_cls().architecture == "NullWorldPipeline"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes start as ever")

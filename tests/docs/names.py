@@ -170,7 +170,8 @@ def _in_module(parts: list[str]) -> bool:
 
 @cache
 def _of_vllm() -> frozenset[str]:
-    """All words of vLLM's source."""
+    """All words of vLLM's source, 40 MB: as bytes, a third of the time."""
     [root] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
-    texts = (path.read_text(errors="replace") for path in Path(root).rglob("*.py"))
-    return frozenset(word for text in texts for word in re.findall(r"\w+", text))
+    apart = re.sub(rb"\W", b" ", bytes(range(256)))
+    words = {word for path in Path(root).rglob("*.py") for word in path.read_bytes().translate(apart).split()}
+    return frozenset(map(bytes.decode, words))

@@ -67,7 +67,7 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
     frames_THWC = noise + 3 * np.arange(33, dtype=np.uint8)[:, None, None, None]
     sizes = np.random.default_rng(1)
     files = set()
-    for number in range(60):
+    for number in range(25):
         dirt = [np.full(int(sizes.integers(1_000, 200_000)), number, np.uint8) for _ in range(20)]
         del dirt
         path = tmp_path / f"{number}.mp4"

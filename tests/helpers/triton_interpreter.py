@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run Triton kernels on a CPU, by Triton's interpreter.
 
-It needs a process of its own: Triton decides when it is imported how kernels are compiled.
+It needs a process of its own: Triton decides when it is imported how kernels are compiled. That process is forked from
+one that has the libraries imported (rank_processes.py), and imports Triton and the files of kernels again.
 """
 
 import os
 import platform
-import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
+from helpers.rank_processes import run_ranks
 
 
 def require_triton() -> None:
@@ -22,12 +25,22 @@ def require_triton() -> None:
     pytest.skip("the extra [cpu] has no Triton for this machine")
 
 
-def interpret(*arguments: str) -> str:
-    """What `python ARGUMENTS` prints where Triton's interpreter runs the kernels. Fails with its errors."""
+def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None:
+    """Run `work(rank, *arguments)` in `size` processes where Triton's interpreter runs the kernels; raises as it does.
+
+    work: a function of a module that imports no kernels by itself.
+    """
     require_triton()
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    run_ranks(_interpreted, (work, arguments), size)
+
+
+def _interpreted(rank: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in list(sys.modules):
+        is_triton = name.partition(".")[0] == "triton" and not name.startswith("triton._C")  # this can be loaded once
+        if is_triton or (name.startswith("vllm_omni.") and hasattr(sys.modules[name], "triton")):
+            del sys.modules[name]
+            package, _, module = name.rpartition(".")
+            if package in sys.modules:  # where `from package import module` would find it
+                vars(sys.modules[package]).pop(module, None)
+    work(rank, *arguments)

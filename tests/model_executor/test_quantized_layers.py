@@ -24,6 +24,8 @@ from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 from vllm_omni.model_executor.weights import load_strict
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 
 class Quantized(PlainLinearMethod):
     """Stands for a method of vLLM's: those need a GPU."""

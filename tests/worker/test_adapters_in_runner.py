@@ -17,6 +17,8 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.inputs import Lora
 from vllm_omni.outputs import RequestFailed
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 SMALL = {"window_frames": 7, "sink_frames": 2}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 INK, WOOL = [Lora(name="ink", scale=0.8)], [Lora(name="wool")]

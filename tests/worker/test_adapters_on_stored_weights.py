@@ -20,6 +20,8 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.inputs import Lora
 from vllm_omni.testing.tiny.quantized import SIZES, write_fp8_scaled
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 FILE = "diffusion_pytorch_model.safetensors"
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
 INK = [Lora(name="ink")]

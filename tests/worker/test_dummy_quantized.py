@@ -10,6 +10,8 @@ from helpers.quantized import QUANTIZED, with_transformer
 
 from vllm_omni.model_executor.models.registry import get_family
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 LAYOUTS = {
     "lingbot_world": "original",
     "causal_wan": "original",

@@ -6,6 +6,7 @@ FLOP and bytes are counted on modules without storage. Held by tests/planning/te
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -126,7 +127,7 @@ def waypoint_model(
         image_passes=1,
         context_rows=PROMPT_ROWS * read_prompts // config.n_layers,
         context_weights=_TEXT_WEIGHTS if config.prompted else 0.0,
-        autoencoder=_autoencoder(config, codec or {}),
+        autoencoder=_autoencoder(config, codec) if codec else _released_autoencoder(config),
         **{"height": height, "width": width, **changes},
     )
 
@@ -134,6 +135,11 @@ def waypoint_model(
 def _passed(name: str, shape: tuple[int, ...]) -> bool:
     """Whether every token passes this layer of a block: not those of controls and prompts, which are computed once."""
     return name.startswith("blocks.") and len(shape) == 2 and ".fc1_c." not in name and ".cross.k" not in name
+
+
+@cache
+def _released_autoencoder(config: WaypointConfig) -> Autoencoder:
+    return _autoencoder(config, {})
 
 
 def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencoder:

@@ -163,7 +163,7 @@ class GenerateStates(RuleBasedStateMachine):
             if begun:
                 (world,) = self.engine.worlds.values()
                 assert world.chunk_index == self.next_chunk
-            assert self.door.manager.held_bytes == 0
+            wait_until(lambda: self.door.manager.held_bytes == 0)
 
 
 GenerateStates.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)

@@ -12,6 +12,7 @@ from vllm_omni.model_executor.layers.fp8_kernels import (
     narrow,
     plain_narrow,
     plain_widen,
+    plain_widen_rows,
     widen,
     widen_into,
     widen_rows,
@@ -100,43 +101,40 @@ def test_scales_may_stand_before_or_behind_the_products() -> None:
     assert torch.equal(folded, attention(q, *plain_widen(buffer, scales_KN, torch.bfloat16)))
 
 
-_INTERPRETED = """
-import torch
-from vllm_omni.model_executor.layers import fp8_triton
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, plain_narrow, plain_widen, plain_widen_rows
-generator = torch.Generator().manual_seed(0)
-for tokens, heads, width in [(7, 3, 16), (9, 2, 24)]:
-    buffer = (100 * torch.randn(2, tokens + 4, heads, width, generator=generator)).to(FP8)[:, :tokens]
-    scales = 2.0 ** (torch.arange(2 * heads).view(2, heads) - 2)
-    order = torch.arange(tokens).flip(0)[::2].contiguous()
+def _interpreted(rank: int) -> None:
+    from vllm_omni.model_executor.layers import fp8_triton
+
+    generator = torch.Generator().manual_seed(0)
+    for tokens, heads, width in [(7, 3, 16), (9, 2, 24)]:
+        buffer = (100 * torch.randn(2, tokens + 4, heads, width, generator=generator)).to(FP8)[:, :tokens]
+        scales = 2.0 ** (torch.arange(2 * heads).view(2, heads) - 2)
+        order = torch.arange(tokens).flip(0)[::2].contiguous()
+        for dtype in (torch.float32, torch.bfloat16):
+            for tokens_S in (None, order):
+                found = fp8_triton.widen(buffer, scales, dtype, tokens_S)
+                assert torch.equal(found, plain_widen(buffer, scales, dtype, tokens_S))
+            stored = buffer.transpose(0, 1).contiguous().transpose(0, 1)
+            out = torch.zeros(tokens, 3, heads, width, dtype=dtype)
+            fp8_triton.widen_into(stored, scales, out.transpose(0, 1)[1:])
+            assert torch.equal(out.transpose(0, 1)[1:], plain_widen(buffer, scales, dtype)) and not out[:, 0].any()
+        # Of numbers that need no rounding: the interpreter's own rounding to e4m3 loses carries.
+        exact = (300 * torch.randn(tokens, 3, heads, width, generator=generator)).to(FP8).float()
+        kv = torch.where(exact.abs() == 448, 2 * exact, exact)
+        apart = torch.zeros(tokens, 3, heads, width, dtype=FP8)
+        for place in (buffer, apart.transpose(0, 1)[1:]):
+            fp8_triton.narrow((kv[:, 1], kv[:, 2]), scales, place)
+            for kind in range(2):
+                assert torch.equal(place[kind].float(), plain_narrow(kv[:, 1 + kind], scales[kind]).float())
+        assert not apart[:, 0].float().any()
+    weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
+    scale = 2.0 ** torch.arange(-2, 3).view(5, 1)  # the interpreter cuts where it should round to bf16
     for dtype in (torch.float32, torch.bfloat16):
-        for tokens_S in (None, order):
-            found = fp8_triton.widen(buffer, scales, dtype, tokens_S)
-            assert torch.equal(found, plain_widen(buffer, scales, dtype, tokens_S))
-        stored = buffer.transpose(0, 1).contiguous().transpose(0, 1)
-        out = torch.zeros(tokens, 3, heads, width, dtype=dtype)
-        fp8_triton.widen_into(stored, scales, out.transpose(0, 1)[1:])
-        assert torch.equal(out.transpose(0, 1)[1:], plain_widen(buffer, scales, dtype)) and not out[:, 0].any()
-    # Of numbers that need no rounding: the interpreter's own rounding to e4m3 loses carries.
-    exact = (300 * torch.randn(tokens, 3, heads, width, generator=generator)).to(FP8).float()
-    kv = torch.where(exact.abs() == 448, 2 * exact, exact)
-    apart = torch.zeros(tokens, 3, heads, width, dtype=FP8)
-    for place in (buffer, apart.transpose(0, 1)[1:]):
-        fp8_triton.narrow((kv[:, 1], kv[:, 2]), scales, place)
-        for kind in range(2):
-            assert torch.equal(place[kind].float(), plain_narrow(kv[:, 1 + kind], scales[kind]).float())
-    assert not apart[:, 0].float().any()
-weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
-scale = 2.0 ** torch.arange(-2, 3).view(5, 1)  # the interpreter cuts where it should round to bf16
-for dtype in (torch.float32, torch.bfloat16):
-    found = fp8_triton.widen(weight[None, None], scale.view(1, -1), dtype, rows=1)
-    assert torch.equal(found[0, 0], plain_widen_rows(weight, scale, dtype))
-print("equal")
-"""
+        found = fp8_triton.widen(weight[None, None], scale.view(1, -1), dtype, rows=1)
+        assert torch.equal(found[0, 0], plain_widen_rows(weight, scale, dtype))
 
 
 def test_kernels_address_what_the_plain_versions_do() -> None:
-    assert interpret("-c", _INTERPRETED).endswith("equal\n")
+    interpret(_interpreted)
 
 
 def test_a_cpu_runs_the_plain_versions() -> None:

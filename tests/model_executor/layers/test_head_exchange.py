@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks trade tokens for heads and back; rounding before the exchange gives the bits of rounding behind it."""
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -234,20 +232,6 @@ def _interpreted(rank: int, rendezvous: str) -> None:
             compare(parallel, Sizes(2, (1, 0)), hopper=True)
 
 
-def interpreted() -> None:
-    """Both ranks, in processes that are forked: the interpreter is chosen when Triton is imported."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_interpreted, args=(rank, f"{folder}/rendezvous")) for rank in range(RANKS)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-    print([rank.exitcode for rank in ranks])
-
-
-def test_kernels_round_into_what_is_sent() -> None:
+def test_kernels_round_into_what_is_sent(tmp_path: Path) -> None:
     """What CUDA devices do, but for the product."""
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-    code = f"import sys; sys.path[:0] = {paths}; import test_head_exchange; test_head_exchange.interpreted()"
-    assert interpret("-c", code).endswith("[0, 0]\n")
+    interpret(_interpreted, str(tmp_path / "rendezvous"), size=RANKS)

@@ -13,6 +13,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.model_executor.layers.int8_weights import Int8WeightMethod
 from vllm_omni.model_executor.layers.linear import PlainLinearMethod
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 FP8 = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
 
 

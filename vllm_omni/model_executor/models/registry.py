@@ -9,11 +9,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
+
+if TYPE_CHECKING:
+    from vllm_omni.actions import ActionSpace
 
 _FAMILY_MODULES = {
     "null_world": "vllm_omni.testing.null.world.family",
@@ -105,7 +107,7 @@ class ModelFamily:
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
-    action_space: Callable[[dict[str, Any], OmniConfig], ActionSpace] | None = None
+    action_space: Callable[[dict[str, Any], OmniConfig], "ActionSpace"] | None = None
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     takes_adapters: bool = False

@@ -35,10 +35,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
 """Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x kinds of pass), and how
 many of them the first stream does not make: of passes that come but once in it, and are the first of their kind."""
 each_option = pytest.mark.parametrize(("options", "graphs", "once"), OPTIONS.values(), ids=OPTIONS.keys())
-each_kv_dtype = pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
 
 
-@each_kv_dtype
+def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
+    """nightly: those that every commit does without, since the other test has them."""
+    dtypes = {"plain K/V": None, "FP8 K/V": torch.float8_e4m3fn}
+    marks = {name: [pytest.mark.nightly] for name in nightly}
+    params = [pytest.param(dtype, id=name, marks=marks.get(name, [])) for name, dtype in dtypes.items()]
+    return pytest.mark.parametrize("kv_dtype", params)
+
+
+@each_kv_dtype("FP8 K/V")
 @each_option
 def test_a_stream_by_graphs_is_the_stream(
     causal_wan: Path, options: dict[str, Any], graphs: int, once: int, kv_dtype: torch.dtype | None
@@ -55,7 +62,7 @@ def test_a_stream_by_graphs_is_the_stream(
     assert len(model.transformer.graphs) == 2 * graphs - once
 
 
-@each_kv_dtype
+@each_kv_dtype("plain K/V")
 @each_option
 def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
     causal_wan: Path, options: dict[str, Any], graphs: int, once: int, kv_dtype: torch.dtype | None

@@ -104,7 +104,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
     """Beyond the window, across a prompt switch; with two and with more chunks than there are steps."""
     expected = one_by_one(causal_wan, kind)
-    for limit, seed in ((2, 0), (5, 1), (5, 2)):
+    for limit, seed in ((2, 0), (5, 1)):
         model = load_model(causal_wan, serving={"chunks_in_flight": limit}, **KINDS[kind])
         flight = Flight(model, open_session(model, output="latents"), limit, seed)
         assert_equal(flight.run(), expected)

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni download lingbot_world_fast` against a hub in this process, through the real hub client."""
 
+import argparse
 import hashlib
 import http.server
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from helpers.rank_processes import rank_context
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
@@ -21,22 +23,6 @@ from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 BASE, FAST = (piece.repo for piece in PIECES)
-
-# The released weights need 86 GB of disk and have thousands of transfer chunks a file; the stand-in has neither.
-COMMAND = """
-import argparse, sys
-from pathlib import Path
-from vllm_omni.entrypoints.cli import download
-from vllm_omni.entrypoints.cli.errors import CommandError
-from huggingface_hub import constants
-constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
-download._check_disk = lambda out, gigabytes: None
-try:
-    out, model = Path(sys.argv[1]), sys.argv[2]
-    sys.exit(download.run(argparse.Namespace(model=model, out=out, dry_run=False, accept_license=True)))
-except CommandError as error:
-    sys.exit(f"error: {error}")
-"""
 
 
 def commit(repo: str) -> str:
@@ -123,11 +109,9 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def download(
-    endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast"
-) -> subprocess.CompletedProcess[str]:
+def download(endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast") -> tuple[int, str]:
+    """The command's status and all that it printed, in a process forked from one that has the libraries imported."""
     environment = {
-        **os.environ,
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_OFFLINE": "0",
@@ -135,9 +119,35 @@ def download(
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND, str(out), model], env=environment, capture_output=True, text=True, timeout=120
-    )
+    log = tmp_path / "log"
+    process = rank_context().Process(target=_download, args=(environment, out, model, log))
+    process.start()
+    process.join(120)
+    process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, log.read_text()
+
+
+def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> None:
+    os.environ.update(environment)  # the hub's client reads them when it is imported
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
+    from huggingface_hub import constants
+
+    from vllm_omni.entrypoints.cli import download
+    from vllm_omni.entrypoints.cli.errors import CommandError
+
+    # The released weights need 86 GB of disk and have thousands of transfer chunks a file; the stand-in has neither.
+    constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
+    download._check_disk = lambda out, gigabytes: None
+    with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
+        try:
+            status = download.run(argparse.Namespace(model=model, out=out, dry_run=False, accept_license=True))
+        except CommandError as error:
+            print(f"error: {error}")
+            status = 1
+    sys.exit(status)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -156,11 +166,11 @@ def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(hub, tmp_path)
     hub.files[BASE]["high_noise_model/diffusion_pytorch_model.safetensors"] = b"not needed"
     hub.cut = "Wan2.1_VAE.pth"
     endpoint, out = f"http://127.0.0.1:{hub.server_port}", tmp_path / "world"
-    result = download(endpoint, out, tmp_path)
-    if result.returncode:  # a client that does not retry by itself: run the command again, as its message says
-        assert "Run the same command again to resume" in result.stderr
-        result = download(endpoint, out, tmp_path)
-    assert result.returncode == 0, result.stderr
+    status, printed = download(endpoint, out, tmp_path)
+    if status:  # a client that does not retry by itself: run the command again, as its message says
+        assert "Run the same command again to resume" in printed
+        status, printed = download(endpoint, out, tmp_path)
+    assert status == 0, printed
     assert hub.ranges == ["Wan2.1_VAE.pth"]
     assert contents(out) == contents(tmp_path / "released")
     find_layout(out).require("transformer", "vae", "text_encoder", "tokenizer")
@@ -171,8 +181,8 @@ def test_a_repository_without_config_gets_the_released_one(hub, tmp_path):
     hub.files[BASE] |= {"Wan2.1_VAE.pth": b"v", "models_t5_umt5-xxl-enc-bf16.pth": b"t"}
     hub.files[FAST]["model.safetensors"] = b"w"
     out = tmp_path / "world"
-    result = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path)
-    assert result.returncode == 0, result.stderr
+    status, printed = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path)
+    assert status == 0, printed
     config = LingBotWorldConfig.from_checkpoint(find_layout(out).transformer_config())
     released = LingBotWorldConfig(window_frames=18, sink_frames=9, frames_per_chunk=3)
     assert config == released
@@ -194,8 +204,8 @@ def test_releases_of_v2_arrive_as_checkpoints(hub, tmp_path, release, layout, fo
                 owner = source.pieces[0 if part == "." and not name.startswith(("google", "Wan2", "models_t5")) else -1]
                 hub.files.setdefault(owner.repo, {})[name] = path.read_bytes()
     out = tmp_path / f"lingbot_world_v2_{release}"
-    result = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path, f"lingbot_world_v2_{release}")
-    assert result.returncode == 0, result.stderr
+    status, printed = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path, f"lingbot_world_v2_{release}")
+    assert status == 0, printed
     expected = {name: data for piece in source.pieces for name, data in hub.files[piece.repo].items()}
     assert contents(out) == expected
     found = find_layout(out)
@@ -207,8 +217,8 @@ def test_releases_of_v2_arrive_as_checkpoints(hub, tmp_path, release, layout, fo
 
 def test_without_a_hub_every_file_and_its_place_is_named(tmp_path):
     """No connection: the plan, then one line that says how to go on; exit status 1."""
-    result = download("http://127.0.0.1:9", tmp_path / "world", tmp_path)
-    assert result.returncode == 1
-    assert f"https://huggingface.co/{FAST} -> {tmp_path / 'world' / 'lingbot_world_fast'}" in result.stdout
-    assert "models_t5_umt5-xxl-enc-bf16.pth" in result.stdout
-    assert "bring the files listed above" in result.stderr.splitlines()[-1]
+    status, printed = download("http://127.0.0.1:9", tmp_path / "world", tmp_path)
+    assert status == 1
+    assert f"https://huggingface.co/{FAST} -> {tmp_path / 'world' / 'lingbot_world_fast'}" in printed
+    assert "models_t5_umt5-xxl-enc-bf16.pth" in printed
+    assert "bring the files listed above" in printed.splitlines()[-1]

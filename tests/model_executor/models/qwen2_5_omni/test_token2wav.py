@@ -19,6 +19,7 @@ from vllm_omni.outputs import RequestFailed
 
 CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
 SAMPLES_PER_CODE = 480
+FEW_STEPS = {"num_inference_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,9 @@ def test_a_piece_with_enough_context_is_the_clip(qwen2_5_omni: Path, make_runner
     runner = make_runner(qwen2_5_omni)
     results = run_to_end(
         runner,
-        speech("clip", seed=4, options={"first_code": 0}),
-        speech("piece", seed=4, options={"first_code": 0, "left_codes": 12, "right_codes": 20}),
-        speech("later", CODES[12:], seed=4, options={"first_code": 12, "left_codes": 24}),
+        speech("clip", seed=4, options={"first_code": 0}, **FEW_STEPS),
+        speech("piece", seed=4, options={"first_code": 0, "left_codes": 12, "right_codes": 20}, **FEW_STEPS),
+        speech("later", CODES[12:], seed=4, options={"first_code": 12, "left_codes": 24}, **FEW_STEPS),
     )
     clip, piece, later = (results[name][1]["audio"] for name in ("clip", "piece", "later"))
     assert torch.equal(piece, clip[12 * SAMPLES_PER_CODE : 30 * SAMPLES_PER_CODE])
@@ -171,8 +172,8 @@ def test_a_regular_piece_comes_again_and_a_clip_does_not(qwen2_5_omni: Path, mak
         ("piece", CODES[:36], {"first_code": 0, "right_codes": 12}),
         ("next", CODES[12:48], {"first_code": 12, "left_codes": 12, "right_codes": 12}),
     ):
-        plain = run_to_end(stock, speech(name, codes, seed=2, options=options))[name][1]["audio"]
-        ours = run_to_end(runner, speech(name, codes, seed=2, options=options))[name][1]["audio"]
+        plain = run_to_end(stock, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][1]["audio"]
+        ours = run_to_end(runner, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][1]["audio"]
         assert torch.equal(ours, plain)
         assert len(graphs) == (name in ("piece", "next"))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.triton_interpreter import interpret, require_triton
 
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
 from vllm_omni.model_executor.models.wan import chains
@@ -126,19 +127,16 @@ def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
     return len(made)
 
 
-def main() -> None:
+@torch.inference_mode()
+def interpreted(rank: int) -> None:
     from vllm_omni.model_executor.models.wan import chain_kernels
 
-    with torch.inference_mode():
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            count = check(chain_kernels, dtype, "cpu"), check_rounded(chain_kernels, dtype, "cpu")
-    print(f"{count} calls agree")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert (check(chain_kernels, dtype, "cpu"), check_rounded(chain_kernels, dtype, "cpu")) == (28, 6)
 
 
 def test_kernels_equal_the_chains_in_the_interpreter() -> None:
-    from helpers.triton_interpreter import interpret
-
-    assert interpret(__file__).endswith("(28, 6) calls agree\n")
+    interpret(interpreted)
 
 
 @pytest.mark.cuda
@@ -152,8 +150,6 @@ def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
 
 def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
     """One stands in for the other."""
-    from helpers.triton_interpreter import require_triton
-
     require_triton()
     from vllm_omni.model_executor.models.wan import chain_kernels
 
@@ -177,7 +173,3 @@ def test_sums_of_squares_need_not_be_given_where_a_rank_has_all_channels() -> No
         chain = getattr(chains, name)
         given = chain(i["k"], squares, i["weight"], *turn, WIDTH, EPS)
         assert torch.equal(chain(i["k"], None, i["weight"], *turn, WIDTH, EPS), given)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused decoder's kernel against the same pass in plain torch; on a CPU by Triton's interpreter."""
 
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.triton_interpreter import interpret
+from vae_streams import random_vae
 
 from vllm_omni.model_executor.models.wan import stacked_frames
 from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes
@@ -71,8 +71,6 @@ def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: s
 
 def check_decoder(kernels: Any) -> None:
     """Two latents of two streams through a small decoder."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    from vae_streams import random_vae
 
     def fuse(decoder: Any, bands: Any) -> FusedDecoder:
         return FusedDecoder(decoder, bands, Passes(kernels.stack_frames, kernels.add_up))
@@ -87,20 +85,17 @@ def check_decoder(kernels: Any) -> None:
             torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
 
 
-def main() -> None:
+@torch.inference_mode()
+def interpreted(rank: int) -> None:
     from vllm_omni.model_executor.models.wan import decoder_kernels
 
-    with torch.inference_mode():
-        for case in CASES:
-            check_pass(decoder_kernels, case, torch.float32, "cpu")
-        check_decoder(decoder_kernels)
-    print(f"{len(CASES)} passes and a decoder agree")
+    for case in CASES:
+        check_pass(decoder_kernels, case, torch.float32, "cpu")
+    check_decoder(decoder_kernels)
 
 
 def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
-    from helpers.triton_interpreter import interpret
-
-    assert f"{len(CASES)} passes and a decoder agree" in interpret(__file__)
+    interpret(interpreted)
 
 
 @pytest.mark.cuda
@@ -111,7 +106,3 @@ def test_the_kernel_equals_plain_torch_on_a_gpu(dtype: torch.dtype) -> None:
 
     for case in CASES:
         check_pass(decoder_kernels, case, dtype, "cuda")
-
-
-if __name__ == "__main__":
-    main()

@@ -141,16 +141,16 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def test_memory_of_a_decode_does_not_grow_with_its_latents():
     """Beside the cache it was given, a call holds one cache and one latent frame's work, whatever it decodes.
 
-    Measured here: 1.2 caches of work, 0.9 with one frame per call; a second cache would show as 2.2.
+    In fp32: a CPU without bf16 converts to it as it goes. Seen: 2.4 caches of work, 1.6 with one frame per call.
     """
     latents = torch.randn(1, 16, 5, 8, 12, generator=torch.Generator().manual_seed(0))
     peaks = {}
     for frames_per_call in (None, 1):
-        vae = StreamingWanVAE(
-            VAEConfig(base_dim=16), encoder=False, dtype=torch.bfloat16, frames_per_call=frames_per_call
-        )
+        vae = StreamingWanVAE(VAEConfig(base_dim=16), encoder=False, frames_per_call=frames_per_call)
         _, cache = vae.decode(latents[:, :, :1], None)
         peaks[frames_per_call] = peak_bytes(partial(vae.decode, latents[:, :, 1:], cache)) / cache.nbytes
+        two_latents = peak_bytes(partial(vae.decode, latents[:, :, 1:3], cache)) / cache.nbytes
+        assert peaks[frames_per_call] < two_latents + 0.3
     assert peaks[None] < 2.5
     assert peaks[1] < 2.1
     assert peaks[1] < peaks[None] - 0.2
@@ -306,7 +306,7 @@ def test_configs_of_other_autoencoders_are_refused(changed, message):
         VAEConfig.from_dict({**VAEConfig().to_dict(), **changed})
 
 
-@pytest.mark.parametrize("frames_per_call", [None, 1])
+@pytest.mark.parametrize("frames_per_call", [pytest.param(None, marks=pytest.mark.nightly), 1])
 def test_later_latents_are_one_graph_for_each_part(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], frames_per_call: int | None
 ) -> None:

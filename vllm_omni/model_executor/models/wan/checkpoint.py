@@ -12,6 +12,7 @@ its transformer is. Held by tests/model_executor/models/lingbot_world/test_check
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -107,8 +108,8 @@ class WanComponents:
             return VAEConfig.from_dict(read_json(self.vae / "config.json"))
         if self.vae is None or self.vae.is_dir():
             return VAEConfig()
-        base = shape_of(self.vae, "encoder.conv_in.weight", VAE_RULES)[0]
-        return VAEConfig(base_dim=base, z_dim=shape_of(self.vae, "post_quant_conv.weight", VAE_RULES)[0])
+        shapes = StoredShapes(self.vae, VAE_RULES)
+        return VAEConfig(base_dim=shapes["encoder.conv_in.weight"][0], z_dim=shapes["post_quant_conv.weight"][0])
 
     def text_config(self) -> dict[str, Any]:
         """Return `UMT5Config` values from the encoder's config, else its weights' shapes, else the released ones."""
@@ -117,16 +118,16 @@ class WanComponents:
         if self.text_encoder is None or self.text_encoder.is_dir():
             return dict(UMT5_XXL)
         attention = "encoder.block.0.layer.0.SelfAttention"
-        vocab_size, d_model = shape_of(self.text_encoder, "shared.weight", TEXT_RULES)
-        num_heads = shape_of(self.text_encoder, f"{attention}.relative_attention_bias.weight", TEXT_RULES)[1]
-        names = {rename(name, TEXT_RULES) for name in open_tensors(self.text_encoder).shapes}
+        shapes = StoredShapes(self.text_encoder, TEXT_RULES)
+        vocab_size, d_model = shapes["shared.weight"]
+        num_heads = shapes[f"{attention}.relative_attention_bias.weight"][1]
         return {
             **UMT5_XXL,
             "vocab_size": vocab_size,
             "d_model": d_model,
-            "d_kv": shape_of(self.text_encoder, f"{attention}.q.weight", TEXT_RULES)[0] // num_heads,
-            "d_ff": shape_of(self.text_encoder, "encoder.block.0.layer.1.DenseReluDense.wo.weight", TEXT_RULES)[1],
-            "num_layers": sum(name.endswith(".SelfAttention.q.weight") for name in names),
+            "d_kv": shapes[f"{attention}.q.weight"][0] // num_heads,
+            "d_ff": shapes["encoder.block.0.layer.1.DenseReluDense.wo.weight"][1],
+            "num_layers": sum(name.endswith(".SelfAttention.q.weight") for name in shapes),
             "num_heads": num_heads,
         }
 
@@ -138,14 +139,14 @@ class WanComponents:
             return {key: stated.get("vision_config", stated).get(key, value) for key, value in CLIP_VIT_H.items()}
         if path is None or path.is_dir():
             return dict(CLIP_VIT_H)
-        dim, _, patch, _ = shape_of(path, "embeddings.patch_embedding.weight", CLIP_RULES)
-        *_, positions, _ = shape_of(path, "embeddings.position_embedding.weight", CLIP_RULES)
-        names = {rename(name, CLIP_RULES) for name in open_tensors(path).shapes if name.startswith("visual.")}
+        shapes = StoredShapes(path, CLIP_RULES)
+        dim, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+        *_, positions, _ = shapes["embeddings.position_embedding.weight"]
         return {
             **CLIP_VIT_H,
             "hidden_size": dim,
-            "intermediate_size": shape_of(path, "encoder.layers.0.mlp.fc1.weight", CLIP_RULES)[0],
-            "num_hidden_layers": sum(name.endswith(".mlp.fc1.weight") for name in names),
+            "intermediate_size": shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            "num_hidden_layers": sum(fnmatchcase(name, "encoder.layers.*.mlp.fc1.weight") for name in shapes),
             "num_attention_heads": max(1, dim // CLIP_HEAD_DIM),
             "image_size": patch * math.isqrt(positions - 1),
             "patch_size": patch,
@@ -274,12 +275,17 @@ def has_components(root: Path) -> bool:
     return any(place is not None for place in find_components(root).values())
 
 
-def shape_of(path: Path, wanted: str, rules: Rules) -> tuple[int, ...]:
-    """Return the shape of the tensor that `rules` rename to `wanted`. Raises ValueError when there is none."""
-    for name, shape in open_tensors(path).shapes.items():
-        if rename(name, rules) == wanted:
-            return tuple(shape)
-    raise ValueError(f"{path} holds no tensor for {wanted}; it is not the file its name says, download it again")
+class StoredShapes(dict[str, Shape]):
+    """The shapes of a file's tensors, under the names that `rules` give them. Raises ValueError for one not there."""
+
+    def __init__(self, path: Path, rules: Rules) -> None:
+        super().__init__({rename(name, rules): shape for name, shape in open_tensors(path).shapes.items()})
+        self._path = path
+
+    def __missing__(self, wanted: str) -> Shape:
+        raise ValueError(
+            f"{self._path} holds no tensor for {wanted}; it is not the file its name says, download it again"
+        )
 
 
 def _own_or_shared(root: Path, names: tuple[str, ...]) -> Path | None:

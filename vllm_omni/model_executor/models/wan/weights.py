@@ -5,18 +5,19 @@ Held by tests/model_executor/models/lingbot_world/test_weights.py.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, VAE_RULES
-from vllm_omni.model_executor.tensor_files import AdaptedSource, open_tensors, unchanged
+from vllm_omni.model_executor.tensor_files import AdaptedSource, Shape, open_tensors, unchanged
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
+    from vllm_omni.model_executor.models.wan.components import VAEConfig
     from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
     from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
@@ -60,12 +61,17 @@ def load_components(
 
 def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
     """Load a VAE, or the half of it that `vae` is, from Wan's `.pth` or from a diffusers folder."""
+    load_strict(vae, open_tensors(path), _vae_shapes(vae.config), VAE_RULES, what="VAE")
+    vae.forget()
+
+
+@cache
+def _vae_shapes(config: "VAEConfig") -> Mapping[str, Shape]:
+    """Of both halves."""
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
     with torch.device("meta"):
-        whole = StreamingWanVAE(vae.config)
-    load_strict(vae, open_tensors(path), shapes_of(whole), VAE_RULES, what="VAE")
-    vae.forget()
+        return shapes_of(StreamingWanVAE(config))
 
 
 def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:

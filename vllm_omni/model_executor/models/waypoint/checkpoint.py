@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.wan.checkpoint import checked_text, engine_fields, shape_of, stated_text
+from vllm_omni.model_executor.models.wan.checkpoint import StoredShapes, checked_text, engine_fields, stated_text
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.tensor_files import (
@@ -108,11 +109,16 @@ def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[
 
     stored: of a file, which repeats the modulation projections for every block.
     """
+    shapes = _network_shapes(config)
+    return shapes | {repeat: shapes[kept] for repeat, kept in _repeats(config).items()} if stored else shapes.copy()
+
+
+@cache
+def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
     from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer  # not to describe a checkpoint
 
     with torch.device("meta"):
-        shapes = {name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()}
-    return shapes | {repeat: shapes[kept] for repeat, kept in _repeats(config).items()} if stored else shapes
+        return {name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()}
 
 
 def _repeats(config: WaypointConfig) -> dict[str, str]:
@@ -180,7 +186,8 @@ class CheckpointLayout:
         Raises ValueError.
         """
         if self.taehv is not None:
-            encoder, *decoder = (shape_of(self.taehv, f"{name}.weight", ())[0] for name in _TAEHV_WIDTHS)
+            shapes = StoredShapes(self.taehv, ())
+            encoder, *decoder = (shapes[f"{name}.weight"][0] for name in _TAEHV_WIDTHS)
             return {"encoder_width": encoder, "decoder_widths": decoder}
         folder, sizes = self.root / IMAGES_FOLDER, {}
         for half, keys in _HALVES.items():

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private parts of torch and vLLM that this package leans on behave as it needs; where one does not, the test names who
+uses it.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod, OnlineLinearBase
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+
+from vllm_omni.model_executor.layers.int8_weights import _DONE, Int8WeightMethod
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+
+IN, OUT = 8, 6
+USER = "vllm_omni.model_executor.layers.int8_weights leans on it"
+
+
+class EverythingInt8(LinearPrecision):
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Int8WeightMethod:
+        return Int8WeightMethod()
+
+
+@pytest.fixture
+def vllm_config(single_rank: None) -> Iterator[VllmConfig]:
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)  # type: ignore[assignment]
+    with set_current_vllm_config(config):
+        yield config
+
+
+def load(layer: ColumnLinear, weight: torch.Tensor) -> None:
+    layer.weight.weight_loader(layer.weight, weight)
+
+
+def test_torch_adds_multiplies_and_activates_in_one_call() -> None:
+    """Bias, rows, the transposed weight. On a CPU torch takes GELU by erf, at most 5e-4 off that with tanh; on CUDA
+    test_the_gelu_of_a_product_is_the_gelu_of_its_result says more.
+    """
+    user = "vllm_omni.model_executor.layers.linear.gelu_of calls it"
+    fused = getattr(torch, "_addmm_activation", None)
+    assert fused is not None, f"torch {torch.__version__} has no _addmm_activation; {user}"
+    arguments = {argument.name for argument in torch.ops.aten._addmm_activation.default._schema.arguments}
+    assert {"self", "mat1", "mat2", "use_gelu"} <= arguments, f"_addmm_activation takes {arguments}; {user}"
+    rows, weight, bias = (torch.randn(shape) for shape in ((3, IN), (OUT, IN), (OUT,)))
+    wanted = functional.gelu(functional.linear(rows, weight, bias), approximate="tanh")
+    difference = (fused(bias, rows, weight.t(), use_gelu=True) - wanted).abs().max()
+    assert difference < 1e-3, f"_addmm_activation is {difference} off the GELU of the sum; {user}"
+
+
+def test_vllms_base_of_weights_rounded_while_loading_is_as_int8_weights_need_it(vllm_config: VllmConfig) -> None:
+    """It keeps the weight on no device until all of a layer is there, and hands it over by one method."""
+    assert OnlineLinearBase.uses_meta_device is True, f"OnlineLinearBase loads otherwise; {USER}"
+    layer = ColumnLinear(IN, OUT, ParallelContext(), EverythingInt8(), "a", bias=False)
+    assert layer.weight.is_meta, f"OnlineLinearBase.create_weights makes a weight at once; {USER}"
+    assert (layer.input_size, layer.input_size_per_partition) == (IN, IN), f"create_weights sets other sizes; {USER}"
+    plain = SimpleNamespace(weight=torch.ones(2))
+    method = Int8WeightMethod()
+    assert method.get_weight_for_quantization(plain) is plain.weight, f"get_weight_for_quantization has changed; {USER}"  # type: ignore[arg-type]
+
+
+def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: VllmConfig) -> None:
+    """Rounded once: by the layer's last tensor, not again by the pass over the whole model; and anew by a reload."""
+    theirs = Fp8PerTensorOnlineLinearMethod.process_weights_after_loading.__code__
+    marks = {*theirs.co_names, *theirs.co_consts}
+    assert _DONE in marks, f"vLLM marks rounded layers by another flag than {_DONE}; {USER}"
+
+    layer = ColumnLinear(IN, OUT, ParallelContext(), EverythingInt8(), "a", bias=False)
+    record_metadata_for_reloading(layer)
+    first = torch.randn(OUT, IN, dtype=torch.bfloat16)
+    load(layer, first)
+    assert layer.weight.dtype == torch.int8, f"vLLM does not round a layer when its last tensor is there; {USER}"
+    rounded, scale = layer.weight.clone(), layer.weight_scale.clone()
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer.weight, rounded) and torch.equal(layer.weight_scale, scale), (
+        f"a layer marked {_DONE} was rounded again; {USER}"
+    )
+
+    initialize_layerwise_reload(layer)
+    load(layer, first * 4)
+    finalize_layerwise_reload(layer, vllm_config.model_config)
+    assert torch.equal(layer.weight, rounded) and torch.equal(layer.weight_scale, scale * 4), (
+        f"a reload left the old weights: vLLM no longer removes {_DONE}; {USER}"
+    )
