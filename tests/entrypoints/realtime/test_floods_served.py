@@ -4,6 +4,7 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime import codec
+from vllm_omni.sessions.snapshot import MAX_TABLE_BYTES
 
 HELD_MS = 800.0
 """What a neighbour may wait at most, client and server on two cores that others use; 3.9 to 9.7 s before the budget."""
@@ -108,6 +110,17 @@ def snapshot(served: Served) -> Iterator[bytes]:
         client.frames()
         yield call(served, "GET", "/v1/sessions/origin/snapshot")[1]
         assert call(served, "DELETE", "/v1/sessions/origin")[0] == 204
+
+
+def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served) -> None:
+    """The table's length is enough: the client has its answer before it has sent any of it."""
+    lines = [f"{name}: {value}" for name, value in {**AUTHORIZED, "Content-Length": 96 << 20}.items()]
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as client:
+        client.sendall("\r\n".join(["POST /v1/sessions HTTP/1.1", "Host: x", *lines, "", ""]).encode())
+        client.sendall((MAX_TABLE_BYTES + 1).to_bytes(8, "little"))
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"invalid_snapshot" in answer
 
 
 def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snapshot: bytes) -> None:
