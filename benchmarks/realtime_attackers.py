@@ -122,7 +122,7 @@ async def drip(port: int, path: str) -> None:
     writer.write(head("POST", path, "Content-Type: application/json", "Content-Length: 1000", "Connection: close"))
     closed = asyncio.ensure_future(until_closed((reader, writer)))
     while not closed.done():
-        writer.write(b"{")
+        writer.write(b"\0")
         await asyncio.wait([closed], timeout=_DRIP_S)
     closed.result()
 

@@ -295,6 +295,13 @@ HELD_BY = {
     "is refused by one whose `degradations` lack `tiny_vae`": (
         "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
+    "the length is refused by the first 8 bytes": (
+        "tests/entrypoints/realtime/test_floods_served.py::"
+        "test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes"
+    ),
+    "sends a body that is refused": (
+        "tests/entrypoints/test_body_pace.py::test_refused_bodies_of_one_client_are_read_slowly"
+    ),
     "A snapshot that does not fit is refused before the engine holds anything": (
         "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request bodies that come too slowly end with 408, whatever the route does with them; all others are left alone."""
 
+import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from helpers.uvicorn_thread import serving
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
+from vllm_omni.entrypoints.body_pace import DISCARDED_BYTES_PER_S, BodyLimits, BodyPace
 from vllm_omni.entrypoints.session_routes import Download
 
 GRACE_S, BYTES_PER_S, DEADLINE_S = 0.5, 1000, 0.5
@@ -43,7 +46,22 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
         return Download(app.state.files[-1], DEADLINE_S, headers={"Content-Length": str(LARGE)})
 
     app.add_api_route("/large", download)
+    app.state.bytes_read = 0
+
+    class CountReads:
+        def __init__(self, inner: ASGIApp) -> None:
+            self._inner = inner
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def counted() -> Message:
+                message = await receive()
+                app.state.bytes_read += len(message.get("body", b""))
+                return message
+
+            await self._inner(scope, counted, send)
+
     app.add_middleware(BodyPace, limits=BodyLimits(body_grace_s=GRACE_S, min_body_bytes_per_s=BYTES_PER_S))
+    app.add_middleware(CountReads)
     return app
 
 
@@ -94,6 +112,28 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_answer(port: int) -> N
         answer = b"".join(iter(lambda: sock.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 507 ")
     assert answer.endswith(b"no room")
+
+
+def test_refused_bodies_of_one_client_are_read_slowly(port: int, app: FastAPI) -> None:
+    """However many it sends at once: reading them as fast as they come would cost its neighbours a core."""
+    with ExitStack() as stack:
+        before, started_s = app.state.bytes_read, time.monotonic()
+        for _ in range(4):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            sock.sendall(b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE)
+            sender = threading.Thread(target=send_until_cut, args=(sock, b"x" * LARGE))
+            sender.start()
+            stack.callback(sender.join)
+            stack.callback(sock.shutdown, socket.SHUT_RDWR)
+        time.sleep(1)
+        read, took_s = app.state.bytes_read - before, time.monotonic() - started_s
+    print(f"{read >> 20} MiB in {took_s:.1f} s")
+    assert 0 < read < took_s * DISCARDED_BYTES_PER_S + (8 << 20)
+
+
+def send_until_cut(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sock.sendall(data)
 
 
 def test_an_answer_does_not_wait_for_a_body_that_does_not_come(port: int) -> None:

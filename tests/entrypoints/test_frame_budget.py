@@ -14,11 +14,13 @@ from fastapi import FastAPI, WebSocket
 from helpers.uvicorn_thread import serving
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
+from websockets.protocol import Protocol
+from websockets.server import ServerProtocol
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.frame_budget import SMALL_BYTES, FrameBudget
+from vllm_omni.entrypoints.frame_budget import SLICE_BYTES, SMALL_BYTES, FrameBudget
 
-BUDGET = FrameBudget(small_frames_per_s=20.0)
+BUDGET = FrameBudget(small_frames_per_s=100.0)
 BURST = int(BUDGET.burst)
 
 
@@ -90,7 +92,26 @@ def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> 
             read_on(client)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1008
-    assert closed.value.rcvd.reason == "more than 20 frames under 1024 bytes a second"
+    assert closed.value.rcvd.reason == "more than 100 frames under 1024 bytes a second"
+
+
+def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second's frames and a slice, however many come: the same client may connect again at once."""
+    parsed: list[Frame] = []
+    take = Protocol.recv_frame
+
+    def counted(protocol: Protocol, frame: Frame) -> None:
+        parsed.append(frame)
+        take(protocol, frame)
+
+    with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
+        raw = client.socket.dup()
+        monkeypatch.setattr(ServerProtocol, "recv_frame", counted)
+        raw.sendall(Frame(Opcode.PONG, b"").serialize(mask=True) * 20_000)
+        with pytest.raises(ConnectionClosed):
+            read_on(client)
+        raw.close()
+    assert 0 < len(parsed) <= BUDGET.small_frames_per_s + SLICE_BYTES / 6
 
 
 def test_a_flood_before_the_handshake_is_over_is_cut_off(port: int, caplog: pytest.LogCaptureFixture) -> None:

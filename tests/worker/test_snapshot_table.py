@@ -11,7 +11,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import ModelIdentity, OpenSnapshot, Parallel, RankPart, SnapshotHeader
+from vllm_omni.sessions.snapshot import (
+    MAX_OBJECTS,
+    MAX_TABLE_BYTES,
+    ModelIdentity,
+    OpenSnapshot,
+    Parallel,
+    RankPart,
+    SnapshotHeader,
+    check_table,
+    describe,
+)
+from vllm_omni.sessions.snapshot_writing import plan
 
 _PART = RankPart(weights="w", scalars={})
 _HEADER = SnapshotHeader(
@@ -101,3 +112,33 @@ def test_places_that_overlap_or_lie_outside_are_refused(
     (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
     assert not theirs(tmp_path / "file")
     assert not ours(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param(b"{%s}" % b",".join(b'"%x":{}' % n for n in range(MAX_OBJECTS)), id="entries of nothing"),
+        pytest.param(
+            b'{"__metadata__":{"kind":"vllm_omni.session","omni_session":"{\\"format_version\\":1,\\"ranks\\":[%s]}"}}'
+            % b",".join([rb"\u007b}"] * MAX_OBJECTS),
+            id="a header of nothing",
+        ),
+        pytest.param(b"{}" + b" " * MAX_TABLE_BYTES, id="nothing at all"),
+    ],
+)
+def test_a_table_that_takes_long_to_decode_is_not_decoded(table: bytes, tmp_path: Path) -> None:
+    """It is refused for what it costs, before anybody sees what it says."""
+    (tmp_path / "file").write_bytes(len(table).to_bytes(8, "little") + table)
+    with pytest.raises(RequestFailed, match=f"at most {MAX_OBJECTS}|at most {MAX_TABLE_BYTES}") as refused:
+        check_table(tmp_path / "file")
+    assert refused.value.code == "invalid_snapshot"
+
+
+def test_what_could_not_be_read_again_is_not_written() -> None:
+    """A session of too many tensors, or of too long names, is not saved."""
+    for names in ([f"{n:x}" for n in range(MAX_OBJECTS)], ["x" * MAX_TABLE_BYTES]):
+        tensors = {name: torch.zeros(0) for name in names}
+        described = describe(_HEADER.model, "w", 1, {}, {}, tensors)
+        with pytest.raises(RequestFailed) as refused:
+            plan([described], "0", None)
+        assert refused.value.code == "snapshot_too_large"

@@ -3,14 +3,16 @@
 
 A body has `body_grace_s` and one second more for every `min_body_bytes_per_s` bytes that have arrived; only time spent
 waiting for the client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees
-a client that has left. What a route leaves unread is read, at the same pace, before its answer ends: a connection that
-is closed with bytes unread is reset, and a client that sends all before it reads never sees the answer. Knows no route.
+a client that has left. What a route leaves unread is read, at the same pace and no faster than neighbours bear, before
+its answer ends: a connection that is closed with bytes unread is reset, and a client that sends all before it reads
+never sees the answer. Knows no route.
 Held by tests/entrypoints/test_body_pace.py.
 """
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import Annotated
 
 import msgspec
@@ -22,6 +24,8 @@ logger = logging.getLogger("vllm." + __name__)
 
 _MOST_DISCARDED_BYTES = 1 << 28
 """Of a body that its route left unread; a longer one's connection is closed as it is."""
+DISCARDED_BYTES_PER_S = 16 << 20
+"""Of all such bodies of one address together: 4 % of a core."""
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,18 +41,22 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
 class BodyPace:
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self._app, self._limits = app, limits
+        self._discards: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            request = _PacedRequest(scope, receive, send, self._limits)
+            request = _PacedRequest(scope, receive, send, self._limits, self._discards)
             await self._app(scope, request.receive, request.send)
         else:
             await self._app(scope, receive, send)
 
 
 class _PacedRequest:
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
+    """discards: how many bodies of each address are being discarded."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits, discards: Counter[str]) -> None:
         self._scope, self._receive, self._send, self._limits = scope, receive, send, limits
+        self._discards = discards
         self._left_s = limits.body_grace_s
         self._has_more = True
         self._has_answer = False
@@ -83,10 +91,18 @@ class _PacedRequest:
         await self._send(message)
 
     async def _discard(self) -> None:
-        """Read what the route left of the body, up to a bound."""
-        left = _MOST_DISCARDED_BYTES
-        while self._has_more and not self._is_over and left > 0:
-            left -= len((await self.receive()).get("body", b""))
+        """Read what the route left of the body, up to a bound and at a bounded rate."""
+        left, address = _MOST_DISCARDED_BYTES, (self._scope.get("client") or ("local",))[0]
+        self._discards[address] += 1
+        try:
+            while self._has_more and not self._is_over and left > 0:
+                nbytes = len((await self.receive()).get("body", b""))
+                left -= nbytes
+                if self._has_more:
+                    await asyncio.sleep(nbytes * self._discards[address] / DISCARDED_BYTES_PER_S)
+        finally:
+            self._discards[address] -= 1
+            self._discards += Counter()  # forget addresses without any
 
     async def _refuse(self) -> None:
         self._is_over = True

@@ -35,6 +35,7 @@ from vllm_omni.entrypoints.realtime.session import Session, new_session_id
 from vllm_omni.entrypoints.realtime.session_host import SessionKey
 from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.sessions.snapshot import LENGTH_BYTES, check_length
 from vllm_omni.storage import STORAGE_FULL
 
 logger = logging.getLogger("vllm." + __name__)
@@ -174,9 +175,12 @@ class SessionRoutes:
         return JSONResponse(_reply(session).model_dump(), 201)
 
     async def _receive(self, request: Request, path: Path) -> None:
-        """Stream the body to a file, within the bound; its pace is `BodyPace`'s. Raises `DoorError`."""
+        """Stream the body to a file, within the bound; its pace is `BodyPace`'s. Raises `DoorError`.
+
+        A table that is too long is refused by its length, before the rest has come. Raises `RequestFailed`.
+        """
         limit = self._max_bytes
-        total, held = 0, bytearray()
+        total, held, is_checked = 0, bytearray(), False
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             stream = aiter(request.stream())
             while True:
@@ -185,6 +189,9 @@ class SessionRoutes:
                 if limit is not None and total > limit:
                     raise DoorError("snapshot_too_large", f"sessions here may hold {limit} bytes")
                 held += piece or b""
+                if not is_checked and len(held) >= LENGTH_BYTES:
+                    check_length(int.from_bytes(held[:LENGTH_BYTES], "little"))
+                    is_checked = True
                 if held and (piece is None or len(held) >= _PIECE_BYTES):
                     await asyncio.to_thread(file.write, bytes(held))
                     held.clear()

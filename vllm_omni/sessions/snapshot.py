@@ -32,10 +32,12 @@ FORMAT_VERSION: Final = 1
 KIND: Final = "vllm_omni.session"
 KEY: Final = "omni_session"
 METADATA: Final = "__metadata__"
-MAX_TABLE_BYTES: Final = 4 << 20
+LENGTH_BYTES: Final = 8
+"""Of the table's length, little-endian, with which a file begins."""
+MAX_TABLE_BYTES: Final = 1 << 20
 """Of the JSON before the tensors: read by the door and by every worker between two steps, some 10 ms at most."""
-MAX_TENSORS: Final = 16_384
-"""A session has some 65 a rank."""
+MAX_OBJECTS: Final = 4096
+"""In that JSON, each tensor being one; a session has some 65 tensors a rank."""
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -187,6 +189,21 @@ _TABLE: Final = msgspec.json.Decoder(dict[str, StoredTensor])
 _PLACE: Final = operator.attrgetter("data_offsets")
 
 
+def check_length(length: int) -> None:
+    """Refuse a table by its length, the first 8 bytes of a file. Raises `RequestFailed`."""
+    if length > MAX_TABLE_BYTES:
+        raise RequestFailed("invalid_snapshot", f"the snapshot's header has {length} bytes, at most {MAX_TABLE_BYTES}")
+
+
+def _check_objects(count: int) -> None:
+    """count: opening braces in JSON that is yet to be decoded; those in texts are counted, too. Raises `RequestFailed`.
+
+    A mebibyte of empty objects would hold up the process for 300 ms.
+    """
+    if count > MAX_OBJECTS:
+        raise RequestFailed("invalid_snapshot", f"the snapshot's header has {count} objects, at most {MAX_OBJECTS}")
+
+
 def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
     """Check that a file begins as a snapshot of this format; each worker checks its tensors before it takes any.
 
@@ -204,6 +221,7 @@ def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
 def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
     if metadata.get("kind") != KIND or KEY not in metadata:
         raise RequestFailed("invalid_snapshot", "this is no snapshot of a session")
+    _check_objects(metadata[KEY].count("{"))
     try:
         raw = msgspec.json.decode(metadata[KEY], type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -258,11 +276,9 @@ class OpenSnapshot:
                 length = int.from_bytes(file.read(8), "little")
                 if not 0 < length <= size - 8:
                     raise EOFError("the header ends behind the file")
-                if length > MAX_TABLE_BYTES:
-                    raise RequestFailed(
-                        "invalid_snapshot", f"the snapshot's header has {length} bytes, at most {MAX_TABLE_BYTES}"
-                    )
+                check_length(length)
                 text = os.pread(descriptor, length, 8)
+                _check_objects(text.count(b"{"))
                 yield cls(descriptor, text, _checked_header(_METADATA_OF.decode(text).metadata))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, EOFError) as error:
                 raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
@@ -281,10 +297,6 @@ class OpenSnapshot:
     def _table(self) -> dict[str, StoredTensor]:
         table = _TABLE.decode(self._text)
         table.pop(METADATA, None)
-        if len(table) > MAX_TENSORS:
-            raise RequestFailed(
-                "invalid_snapshot", f"the snapshot has {len(table)} tensors; at most {MAX_TENSORS} are allowed"
-            )
         _check_places(table, os.fstat(self._file).st_size - 8 - len(self._text))
         return table
 

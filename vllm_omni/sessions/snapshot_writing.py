@@ -22,8 +22,8 @@ from vllm_omni.sessions.snapshot import (
     FORMAT_VERSION,
     KEY,
     KIND,
+    MAX_OBJECTS,
     MAX_TABLE_BYTES,
-    MAX_TENSORS,
     METADATA,
     SIZES,
     UNSEEN,
@@ -78,7 +78,7 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
         ends.append(position)
     text = msgspec.json.encode(entries)
     text += b" " * (-(8 + len(text)) % _ALIGN)  # spaces behind the JSON, as safetensors pads it
-    if len(text) > MAX_TABLE_BYTES or len(entries) - 1 > MAX_TENSORS:
+    if len(text) > MAX_TABLE_BYTES or text.count(b"{") > MAX_OBJECTS:
         raise RequestFailed("snapshot_too_large", f"a snapshot of {len(entries) - 1} tensors could not be read again")
     start = 8 + len(text)
     return SnapshotPlan(header, len(text).to_bytes(8, "little") + text, [start + end for end in ends])

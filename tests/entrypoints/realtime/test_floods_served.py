@@ -17,6 +17,7 @@ from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime import codec
+from vllm_omni.sessions.snapshot import MAX_TABLE_BYTES
 
 HELD_MS = 800.0
 """What a neighbour may wait at most, client and server on two cores that others use; 3.9 to 9.7 s before the budget."""
@@ -110,6 +111,18 @@ def snapshot(served: Served) -> Iterator[bytes]:
         assert call(served, "DELETE", "/v1/sessions/origin")[0] == 204
 
 
+def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served) -> None:
+    """The table's length is enough: the client has its answer before it has sent any of it."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=5)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/v1/sessions")
+        for name, value in {**AUTHORIZED, "Content-Length": 96 << 20}.items():
+            connection.putheader(name, value)
+        connection.endheaders((MAX_TABLE_BYTES + 1).to_bytes(8, "little"))
+        answer = connection.getresponse()
+        assert (answer.status, code_of(answer.read())) == (400, "invalid_snapshot")
+
+
 def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snapshot: bytes) -> None:
     """Neither chunks nor sockets wait for it; so is one whose header is short enough and names too many."""
     empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
@@ -178,7 +191,7 @@ def test_slow_bodies_end_and_block_nobody(served: Served, snapshot: bytes) -> No
         answer.start()
         while answer.is_alive() and time.monotonic() - started_s < 30:
             with contextlib.suppress(OSError):
-                connection.sock.sendall(b"{")
+                connection.sock.sendall(b"\0")
             answer.join(1)
         ends[-1] = (*ends[-1][:2], time.monotonic() - started_s)
         connection.close()

@@ -34,7 +34,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_requests_per_connection: requests of one connection that run or wait; one more is `busy`.
     max_messages_per_s: a client that sends more is closed with 1008.
     max_small_frames_per_s: WebSocket frames of less than 1 KiB (fragments, pings, pongs, short messages) that a client
-    may send on average, five seconds' worth at once; more closes the connection with 1008. At least twice
+    may send on average, one second's worth at once; more closes the connection with 1008. At least twice
     `max_messages_per_s`.
     max_values_per_s: values (numbers, texts, list entries, keys) in the msgpack messages of one connection, on average;
     two seconds' worth may come at once, more closes it with 1008. A NumPy array is some ten values, whatever its size.
