@@ -71,7 +71,7 @@ RELEASES: Final = (*GRIDS, "waypoint_1_small", "waypoint_1_1_small")
 """Download names. The last two are one network."""
 _TEXT_WEIGHTS = 7.6e9
 """umt5-xl's encoder, bf16."""
-_WORKSPACE = 0.9e9 / 8.0e9
+_WORKSPACE = 0.9e9 / 4.0e9
 """Of `Card.workspace_bytes`, at 512 tokens a frame: from the peak of the one measured run, less weights and session."""
 
 
@@ -122,7 +122,6 @@ def waypoint_model(
         grid_tokens=tokens,
         frames_per_latent=config.temporal_compression,
         sequence_parallel=False,
-        growing_graphs=True,
         image_passes=1,
         context_rows=PROMPT_ROWS * read_prompts // config.n_layers,
         context_weights=_TEXT_WEIGHTS if config.prompted else 0.0,
