@@ -14,7 +14,8 @@ class Card:
 
     gemm_tflops: (width of a layer, TFLOP/s) pairs, interpolated. attention_tflops: FlashAttention 3, head size 128.
     elementwise_bytes_per_s, elementwise_passes: a block's elementwise chains read or write its activations so many
-    times. vae_tflops: of the fused decoder and the encoder, 3x3x3 convolutions.
+    times. layer_gaps_s: of a layer's pass the device is between kernels, or at ones too short for the rates above.
+    vae_tflops: of the fused decoder and the encoder, 3x3x3 convolutions.
     video_encode_tflops: of the encoder when a video's frames arrive with each chunk, their upload in it.
     link_bytes_per_s, link_latency_s: between two GPUs. sync_s: a collective's cost besides transfer and launch.
     pack_passes: rearranging for Ulysses in a layer reads or writes a rank's activations so many times.
@@ -32,6 +33,7 @@ class Card:
     attention_tflops: float
     elementwise_bytes_per_s: float
     elementwise_passes: float
+    layer_gaps_s: float
     vae_tflops: float
     video_encode_tflops: float
     link_bytes_per_s: float
@@ -64,11 +66,11 @@ class Card:
 
 
 SOURCES = {
-    "gemm_tflops": "measured at width 5120: 758 to 777; at 1536 fitted to the steps of the 1.3B rows, gaps between its "
-    "short kernels included",
+    "gemm_tflops": "measured at width 5120: 758 to 777; at 1536 fitted to the steps of the 1.3B rows",
     "attention_tflops": "measured, with cross-attention: 594 (1.3B), 631 and 652 (LingBot World), 664 (its 1.3B)",
     "elementwise_bytes_per_s": "assumed: 4.0 TB/s of the card's 4.8",
     "elementwise_passes": "measured: 13 ms of a LingBot step of 334 ms, 3 of a 1.3B step of 43 ms",
+    "layer_gaps_s": "measured: steps less their kernels, 0.05 (Waypoint) to 0.09 ms (1.3B)",
     "vae_tflops": "measured: a chunk's decode, 93 to 97 ms for 40.65 TFLOP",
     "video_encode_tflops": "measured: one latent frame's video, 50.1 ms for 8.05 TFLOP",
     "link_bytes_per_s": "measured: 9.8 ms of a LingBot pass over 4 GPUs are all-to-alls, less `sync_s`",
@@ -90,15 +92,16 @@ SOURCES = {
 
 H200 = Card(
     name="H200",
-    gemm_tflops=((1536, 565.0), (5120, 770.0)),
+    gemm_tflops=((1536, 610.0), (5120, 770.0)),
     attention_tflops=640.0,
     elementwise_bytes_per_s=4.0e12,
     elementwise_passes=27.0,
+    layer_gaps_s=0.06e-3,
     vae_tflops=430.0,
     video_encode_tflops=161.0,
     link_bytes_per_s=220e9,
     link_latency_s=70e-6,
-    sync_s=0.03e-3,
+    sync_s=0.02e-3,
     pack_passes=20.0,
     launch_s=1.4e-3,
     collective_launch_s=0.6e-3,

@@ -35,7 +35,8 @@ class Autoencoder:
 
     decode_tflop, decode_first_tflop: of one latent frame, a later one (4 pixel frames) and a stream's first (1).
     encode_tflop: of one latent frame's pixel frames. decoder_cache, encoder_cache: bytes a stream keeps. weights: in
-    bytes. workspace: its largest transient, as a share of `Card.workspace_bytes`.
+    bytes. workspace: its largest transient, as a share of `Card.workspace_bytes`. launch: the host's time for a chunk's
+    decode, as a share of `Card.decode_launch_s`.
     """
 
     decode_tflop: float = 13.55
@@ -45,6 +46,7 @@ class Autoencoder:
     encoder_cache: float = 1070 * 2**20
     weights: float = 0.25e9
     workspace: float = 1.0
+    launch: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class StreamModel:
     frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
     change it. linears: parameters of the linear layers that a token passes. kv_dim: width of keys and of values. 0 of
     these three = by Wan's formulas. sequence_parallel: ranks may share tokens (Ulysses), and a decode.
-    image_passes: of a session's first chunk, over the latent frame that its start image becomes.
+    growing_graphs: the first of a session's passes is launched kernel by kernel. image_passes: of a session's first chunk, over the latent frame that its start image becomes.
     """
 
     name: str
@@ -105,6 +107,7 @@ class StreamModel:
     kv_dim: int = 0
     autoencoder: Autoencoder = Autoencoder()
     sequence_parallel: bool = True
+    growing_graphs: bool = False
     image_passes: int = 0
 
     @property
@@ -260,6 +263,12 @@ def exchange_ms(model: StreamModel, card: Card, split: Split) -> float:
     return 1e3 * model.layers * (transfer_s + pack_s + _collectives(split) * card.sync_s)
 
 
+def _rank_pass_ms(model: StreamModel, card: Card, split: Split, window: int) -> float:
+    """One pass where `split.ranks` ranks share its tokens, but each has as many kernels as one would."""
+    gaps_ms = 1e3 * model.layers * card.layer_gaps_s
+    return pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split) + gaps_ms
+
+
 def _collectives(split: Split) -> int:
     """Of a layer."""
     return 0 if split.ranks == 1 else 5 if split.tensor else 2
@@ -279,7 +288,7 @@ def host_ms(model: StreamModel, card: Card, split: Split, *, graphs: bool = Fals
 
 def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -> tuple[float, float]:
     """One pass of one chunk through all stages when nothing else runs: (the device's time, the host's)."""
-    device = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
+    device = _rank_pass_ms(model, card, split, window)
     if split.stages > 1:
         device += (1 if split.temporal else split.stages) * hop_ms(model, card, split)
     by_graph = model.launches_graphs or (model.cuda_graphs and window < model.window)
@@ -333,7 +342,7 @@ def hop_ms(model: StreamModel, card: Card, split: Split) -> float:
 
 def chunk_steps_ms(model: StreamModel, card: Card, split: Split, window: int) -> float:
     """The device's time for all passes of one chunk, as if one stage ran all blocks."""
-    one = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
+    one = _rank_pass_ms(model, card, split, window)
     return model.passes * one + camera_ms(model, card) / split.ranks
 
 
@@ -434,7 +443,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
             max_sessions=one.max_sessions * split.replicas,
             fps=one.fps * split.replicas,
         )
-    decode_launch = 1e3 * card.decode_launch_s
+    decode_launch = 1e3 * card.decode_launch_s * model.autoencoder.launch
     steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card, split)
     request = 1e3 * card.request_s + encode_ms(model, card, model.chunk)
     decode_beside = 0.0 if split.vae_stage else decode
@@ -454,6 +463,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     per_chunk = max(device, host, latency / (sessions * model.in_flight))
     # Sessions that begin together are set up one after the other, before the first of their steps, and share stages.
     first_steps = (model.denoise + model.image_passes) * max(pass_latency_ms(model, card, split, model.first_chunk))
+    first_steps += launch_ms(model, card, split) if model.growing_graphs else 0.0
     setup = setup_ms(model, card) + encode_ms(model, card, model.first_chunk, first=True) + 1e3 * card.request_s
     shared = max(1.0, sessions / split.layer_stages)
     first = sessions * setup + shared * (first_steps + camera + until_result_ms(model, card, split, sessions))

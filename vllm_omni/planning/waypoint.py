@@ -122,6 +122,7 @@ def waypoint_model(
         grid_tokens=tokens,
         frames_per_latent=config.temporal_compression,
         sequence_parallel=False,
+        growing_graphs=True,
         image_passes=1,
         context_rows=PROMPT_ROWS * read_prompts // config.n_layers,
         context_weights=_TEXT_WEIGHTS if config.prompted else 0.0,
@@ -154,5 +155,6 @@ def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencode
         decoder_cache=made.state_nbytes(0, 0),
         encoder_cache=0.0,
         weights=sum(weight.numel() * weight.element_size() for weight in made.parameters()),
+        launch=0.0,
         workspace=_WORKSPACE * config.tokens_per_frame / 512,
     )
