@@ -151,7 +151,7 @@ def test_a_shared_decode_takes_its_part_of_the_time_and_the_memory() -> None:
     """Of time a little less than its part: rows are exchanged before each convolution."""
     model = model_of("lingbot_world")
     alone, together = predict(model, H200, Split(4)), predict(model, H200, Split(4, vae_parallel=True))
-    assert 0.25 * alone.decode_ms < together.decode_ms < 0.32 * alone.decode_ms
+    assert 0.25 * alone.decode_ms < together.decode_ms < 0.33 * alone.decode_ms
     assert together.chunk_ms == pytest.approx(alone.chunk_ms - alone.decode_ms + together.decode_ms, rel=0.02)
     assert together.first_frame_ms <= alone.first_frame_ms, "it may leave with the next step, whichever decode ended"
     assert alone.session_bytes - together.session_bytes == pytest.approx(0.75 * 1801 * 2**20)
@@ -172,7 +172,7 @@ def test_a_small_model_over_several_gpus_waits_for_the_host() -> None:
     slow = H200.beside_host(1.5)
     plain, graphs = predict(model, slow, stages), predict(with_graphs, slow, stages)
     assert plain.host_bound and not graphs.host_bound and graphs.chunk_ms < 0.9 * plain.chunk_ms
-    assert graphs.first_frame_ms == plain.first_frame_ms  # a window that is not full is launched kernel by kernel
+    assert graphs.first_frame_ms < plain.first_frame_ms
     assert not predict(large, H200, Split(2)).host_bound
     in_flight = replace(with_graphs, clean=0, in_flight=2)
     assert predict(in_flight, H200, stages) == predict(replace(in_flight, cuda_graphs=False), H200, stages)
@@ -182,7 +182,7 @@ def test_a_slow_host_delays_what_is_not_launched_as_graphs(capsys: pytest.Captur
     slow, split = H200.beside_host(2.0), Split(4, vae_parallel=True)
     model = model_of("lingbot_world", cuda_graphs=True)
     assert predict(model, slow, split).chunk_ms == predict(model, H200, split).chunk_ms
-    assert predict(model, slow, split).first_frame_ms > 1.3 * predict(model, H200, split).first_frame_ms
+    assert predict(model, slow, split).first_frame_ms == predict(model, H200, split).first_frame_ms
     plain = replace(model, cuda_graphs=False)
     assert predict(plain, slow, split).chunk_ms > 1.3 * predict(plain, H200, split).chunk_ms
     usual, asked = (plan(capsys, "lingbot_world", "--n", "4", *more) for more in ((), ("--host-launch-ms", "1.4")))
@@ -198,7 +198,7 @@ def test_replicas_have_their_part_of_the_sessions() -> None:
     assert {each.replicas for each in splits(model, 4, 2)} == {1, 2} and {
         each.replicas for each in splits(model, 4)
     } == {1}
-    assert candidates(model, H200, 4, 2)[0].split == split
+    assert candidates(model, H200, 4, 2)[0].split == Split(2, vae_parallel=True, replicas=2)
 
 
 def test_a_short_first_chunk_brings_frames_earlier() -> None:
@@ -244,8 +244,10 @@ def test_more_work_takes_longer_and_more_memory(larger: Callable[[StreamModel], 
 def test_the_command_prints_the_best_split_and_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     output = plan(capsys, "lingbot_world", "--n", "4")
     assert "best: Ulysses 4 --tensor-parallel-size 4 --additional-config.omni.model.sequence_parallel true" in output
+    shared = "sequence_parallel true --additional-config.omni.vae_parallel true"
+    best = f"best: Ulysses 2 --tensor-parallel-size 2 --additional-config.omni.model.{shared}"
+    assert best in plan(capsys, "causal_wan_1_3b", "--n", "2", "--window", "9")
     flags = "--pipeline-parallel-size 2 --additional-config.omni.vae_stage true"
-    assert f"best: 1 GPU + VAE {flags}" in plan(capsys, "causal_wan_1_3b", "--n", "2", "--window", "9")
     plain = plan(capsys, "causal_wan_1_3b", "--n", "2", "--window", "9", "--no-cuda-graphs")
     assert plain.rstrip().endswith(f"{flags} --additional-config.omni.model.cuda_graphs false")
     assert "no CUDA graphs" in plain and "CUDA graphs take most of that away" in plain
