@@ -149,14 +149,14 @@ def test_a_vae_stage_takes_the_decode_out_of_a_sessions_way() -> None:
 
 def test_a_shared_decode_takes_its_part_of_the_time_and_the_memory() -> None:
     """Of time a little less than its part: rows are exchanged before each convolution."""
-    model = model_of("lingbot_world")
+    model = model_of("lingbot_world", cuda_graphs=True)
     alone, together = predict(model, H200, Split(4)), predict(model, H200, Split(4, vae_parallel=True))
     assert 0.25 * alone.decode_ms < together.decode_ms < 0.33 * alone.decode_ms
     assert together.chunk_ms == pytest.approx(alone.chunk_ms - alone.decode_ms + together.decode_ms, rel=0.02)
     assert together.first_frame_ms <= alone.first_frame_ms, "it may leave with the next step, whichever decode ended"
     assert alone.session_bytes - together.session_bytes == pytest.approx(0.75 * 1801 * 2**20)
     beside = [predict(model, H200, Split(2, 2, vae_stage=True, vae_parallel=each)) for each in (False, True)]
-    assert beside[1].decode_ms < 0.56 * beside[0].decode_ms and beside[1].max_sessions >= beside[0].max_sessions
+    assert beside[1].decode_ms < 0.58 * beside[0].decode_ms and beside[1].max_sessions >= beside[0].max_sessions
     assert all(split.vae_parallel == (split.ranks > 1) for split in splits(model, 8))
 
 
@@ -175,7 +175,8 @@ def test_a_small_model_over_several_gpus_waits_for_the_host() -> None:
     assert graphs.first_frame_ms < plain.first_frame_ms
     assert not predict(large, H200, Split(2)).host_bound
     in_flight = replace(with_graphs, clean=0, in_flight=2)
-    assert predict(in_flight, H200, stages) == predict(replace(in_flight, cuda_graphs=False), H200, stages)
+    eager = predict(replace(in_flight, cuda_graphs=False), H200, stages)
+    assert predict(in_flight, H200, stages).chunk_ms == eager.chunk_ms  # full windows go kernel by kernel
 
 
 def test_a_slow_host_delays_what_is_not_launched_as_graphs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +186,9 @@ def test_a_slow_host_delays_what_is_not_launched_as_graphs(capsys: pytest.Captur
     assert predict(model, slow, split).first_frame_ms == predict(model, H200, split).first_frame_ms
     plain = replace(model, cuda_graphs=False)
     assert predict(plain, slow, split).chunk_ms > 1.3 * predict(plain, H200, split).chunk_ms
-    usual, asked = (plan(capsys, "lingbot_world", "--n", "4", *more) for more in ((), ("--host-launch-ms", "1.4")))
-    assert asked == usual != plan(capsys, "lingbot_world", "--n", "4", "--host-launch-ms", "2.8")
+    eager = ("lingbot_world", "--n", "4", "--no-cuda-graphs")
+    usual, asked = (plan(capsys, *eager, *more) for more in ((), ("--host-launch-ms", "1.4")))
+    assert asked == usual != plan(capsys, *eager, "--host-launch-ms", "2.8")
 
 
 def test_replicas_have_their_part_of_the_sessions() -> None:

@@ -84,7 +84,7 @@ SOURCES = {
     "text_encoder_cpu_s": "of the host; measured: first chunks of the LingBot rows, 835 to 1480 ms",
     "request_s": "measured: chunk interval less steps and decode, 1 to 6 ms",
     "first_frame_s": "measured: time to first frame less the first chunk's total, 12 to 37 ms",
-    "decode_launch_s": "of the host; fitted to the chunks of `matched4_pp3_vae_stage` and `matched2_temporal2_ulysses2`",
+    "decode_launch_s": "of the host; fitted to `matched4_pp3_vae_stage` and `matched2_temporal2_ulysses2`",
     "memory_bytes": "the driver's",
     "workspace_bytes": "measured: peak less what was allocated after it, 3.9 to 4.5 GB on one GPU",
 }

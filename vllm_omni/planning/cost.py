@@ -54,8 +54,8 @@ class StreamModel:
     """One model as it is served.
 
     parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
-    after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks of one
-    session at work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has an image
+    after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks
+    of one session at work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has an image
     condition with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks:
     sinks are kept twice. text_on_cpu: the encoder of its context is on the host. kv_itemsize: bytes of a stored key or
     value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
@@ -67,7 +67,8 @@ class StreamModel:
     frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
     change it. linears: parameters of the linear layers that a token passes. kv_dim: width of keys and of values. 0 of
     these three = by Wan's formulas. sequence_parallel: ranks may share tokens (Ulysses), and a decode.
-    growing_graphs: the first of a session's passes is launched kernel by kernel. image_passes: of a session's first chunk, over the latent frame that its start image becomes.
+    growing_graphs: the first of a session's passes is launched kernel by kernel. image_passes: of a session's first
+    chunk, over the latent frame that its start image becomes.
     """
 
     name: str
@@ -317,8 +318,8 @@ def until_result_ms(model: StreamModel, card: Card, split: Split, sessions: int 
 
     On one GPU that is the decode. On several a result leaves with a step that ends after it: half a step later on
     average, behind those of other chunks in flight if a VAE stage sees them pass; the clean pass of ranks that also
-    decode takes as long as it does. In a temporal pipeline that step begins when the decode is launched, and is the next chunk's way
-    through all stages, of which all but the last make the first chunk's K/V anew before. Sessions that begin together
+    decode takes as long as it does. In a temporal pipeline that step begins when the decode is launched, and is the
+    next chunk's way through all stages, of which all but the last make the first chunk's K/V anew before. Sessions that begin together
     in stages, set-ups apart, reach the decode together: the first one's next step comes behind the others' decodes.
     """
     decode = decode_ms(model, card, split, first=True)
