@@ -144,8 +144,8 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "matched4_temporal4"): (
         "temporal 4, four steps",
-        "one stream, four chunks in flight; twice the steps of the row above at the rate of the last stage, which has "
-        "as much to do: one step and the decode",
+        "one stream, four chunks in flight; the last stage has one step and the decode; of code "
+        "with a slower decode and without graphs",
     ),
     ("causal Wan 1.3B", "matched2_temporal2, CUDA graphs"): (
         "temporal 2, two steps, CUDA graphs",
@@ -159,7 +159,8 @@ _WHY = {
     ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
     ("causal Wan 14B", "pp2_ulysses2_2_sessions, CUDA graphs"): (
         "PP 2 x Ulysses 2, CUDA graphs",
-        "two sessions fill two stages; one rank of the last also decodes, {this.decode:.0f} of {this.each_chunk:.0f} ms",
+        "two sessions fill two stages; one rank of the last also decodes, {this.decode:.0f} of "
+        "{this.each_chunk:.0f} ms",
     ),
     ("causal Wan 14B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",

@@ -56,7 +56,7 @@ class StreamModel:
     parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
     after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks
     of one session at work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has an image
-    condition with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks:
+    in_flight: chunks of one condition with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks:
     sinks are kept twice. text_on_cpu: the encoder of its context is on the host. kv_itemsize: bytes of a stored key or
     value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
     keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights,
@@ -319,8 +319,9 @@ def until_result_ms(model: StreamModel, card: Card, split: Split, sessions: int 
     On one GPU that is the decode. On several a result leaves with a step that ends after it: half a step later on
     average, behind those of other chunks in flight if a VAE stage sees them pass; the clean pass of ranks that also
     decode takes as long as it does. In a temporal pipeline that step begins when the decode is launched, and is the
-    next chunk's way through all stages, of which all but the last make the first chunk's K/V anew before. Sessions that begin together
-    in stages, set-ups apart, reach the decode together: the first one's next step comes behind the others' decodes.
+    next chunk's way through all stages, of which all but the last make the first chunk's K/V anew before. Sessions
+    that begin together in stages, set-ups apart, reach the decode together: the first one's next step comes behind the
+    others' decodes.
     """
     decode = decode_ms(model, card, split, first=True)
     if split.gpus == 1:
