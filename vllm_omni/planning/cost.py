@@ -55,8 +55,8 @@ class StreamModel:
 
     parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
     after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks
-    of one session at work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has an image
-    in_flight: chunks of one condition with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks:
+    of one session at work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has
+    an image condition with an encoder stream. video_input: each chunk brings its video, encoded first. moving_sinks:
     sinks are kept twice. text_on_cpu: the encoder of its context is on the host. kv_itemsize: bytes of a stored key or
     value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
     keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights,
