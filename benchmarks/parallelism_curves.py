@@ -53,7 +53,7 @@ class MeasuredRow:
 _WHY = {
     # (model, row of benchmarks/pipeline_parallel.py, or else name of the result file) -> (split, why it is so fast).
     # Figures of it are fields of `_Figures`: of this row and of the model's others by name.
-    ("LingBot World", "lingbot_world"): ("1 GPU", "the device is busy all the time: five passes, then the decode"),
+    ("LingBot World", "lingbot_world_bf16"): ("1 GPU", "the device is busy all the time: five passes, then the decode"),
     ("LingBot World", "ulysses"): ("Ulysses 2", "passes are {this.faster:.2f} times faster, the decode is not"),
     ("LingBot World", "ulysses_vae_parallel"): (
         "Ulysses 2, parallel decode",
@@ -68,48 +68,27 @@ _WHY = {
         "Ulysses 4",
         "passes are {this.faster:.1f} times faster; the decode, on one rank, is now a fifth of a chunk",
     ),
-    ("LingBot World", "ulysses4_vae_parallel"): (
-        "Ulysses 4, parallel decode",
-        "on a slower host than the row above: a pass waits for 40 layers and 80 all-to-alls to be launched one by one",
-    ),
     ("LingBot World", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
-        "the same kind of host, launching graphs: passes take the device's time",
+        "passes, {this.a_pass:.0f} ms each, and the decode, {this.decode:.0f} beside them, take the devices' time",
     ),
     ("LingBot World", "lingbot_world_pp2"): (
         "PP 2",
         "two sessions fill two stages; the last one also decodes, and the first waits for it a fifth of the time",
     ),
-    ("causal Wan 1.3B", "streaming_wan_1_3b"): (
+    ("causal Wan 1.3B", "streaming_wan_no_options"): (
         "1 GPU",
         "the device is busy all the time: five passes, then the decode, which is {this.decode_percent:.0f} % of "
         "a chunk",
-    ),
-    ("causal Wan 1.3B", "vae_stage"): (
-        "1 GPU + VAE",
-        "the decode is out of the way, but a pass now takes {this.chunk_fifth:.0f} ms with the way through two "
-        "processes: the host is the "
-        "limit, not the device",
     ),
     ("causal Wan 1.3B", "vae_stage, CUDA graphs"): (
         "1 GPU + VAE, CUDA graphs",
         "launched as graphs, passes follow one another on the device; the VAE's GPU decodes {this.decode:.0f} of "
         "{this.each_chunk:.0f} ms",
     ),
-    ("causal Wan 1.3B", "ulysses"): (
-        "Ulysses 2",
-        "slower than one GPU: a pass takes three times its arithmetic, most likely because the host launches 30 layers "
-        "and 60 all-to-alls one by one, and the decode stays on one rank",
-    ),
-    ("causal Wan 1.3B", "ulysses_vae_parallel"): (
-        "Ulysses 2, parallel decode",
-        "the decode takes {this.decode:.0f} ms beside the passes instead of {one.decode:.0f}, the host is the "
-        "limit as before",
-    ),
     ("causal Wan 1.3B", "ulysses_vae_parallel, CUDA graphs"): (
         "Ulysses 2, parallel decode, CUDA graphs",
-        "both GPUs share all the work, and a pass takes {this.a_pass:.0f} ms where the host alone took "
-        "{of[ulysses_vae_parallel].a_pass:.0f}",
+        "both GPUs share all the work: a pass takes {this.a_pass:.0f} ms instead of {one.a_pass:.0f}",
     ),
     ("causal Wan 1.3B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
@@ -120,9 +99,30 @@ _WHY = {
         "2 x (1 GPU + VAE), CUDA graphs",
         "two sessions on two engines: twice one engine",
     ),
-    ("causal Wan 1.3B", "pp2_2_sessions"): (
-        "PP 2",
-        "two sessions fill two stages; the last one has half of each pass and all decodes, the first waits for it",
+    ("causal Wan 1.3B", "ulysses_vae_parallel_2_replicas, CUDA graphs"): (
+        "2 x (Ulysses 2, parallel decode), CUDA graphs",
+        "two sessions on two engines: twice one engine",
+    ),
+    ("causal Wan 1.3B", "ulysses4_vae_parallel_2_sessions, CUDA graphs"): (
+        "Ulysses 4, parallel decode, CUDA graphs",
+        "two sessions take turns: a chunk of either comes every {this.each_chunk:.0f} ms",
+    ),
+    ("causal Wan 1.3B", "pp2_ulysses2_2_sessions, CUDA graphs"): (
+        "PP 2 x Ulysses 2, CUDA graphs",
+        "one rank of the last stage decodes alone, {this.decode:.0f} of {this.each_chunk:.0f} ms, and the others wait",
+    ),
+    ("causal Wan 1.3B", "matched4_pp3_vae_stage, CUDA graphs"): (
+        "PP 3 + VAE, four steps in flight",
+        "the VAE's GPU decodes {this.decode:.0f} of {this.each_chunk:.0f} ms",
+    ),
+    ("causal Wan 1.3B", "matched4_pp4_4_chunks, CUDA graphs"): (
+        "PP 4, four steps in flight",
+        "the last stage has a quarter of each pass and the decode, {this.decode:.0f} of {this.each_chunk:.0f} ms",
+    ),
+    ("causal Wan 1.3B", "matched2_temporal2_ulysses2, CUDA graphs"): (
+        "temporal 2 x Ulysses 2, two steps",
+        "a step takes {this.a_pass:.0f} ms: with chunks in flight no graph launches full windows; the decode "
+        "takes {this.decode:.0f}",
     ),
     ("causal Wan 1.3B", "pp2_2_sessions, CUDA graphs"): (
         "PP 2, CUDA graphs",
@@ -138,28 +138,14 @@ _WHY = {
         "layers have moved away from the stage that decodes; its decode alone takes {this.decode:.0f} of "
         "{this.each_chunk:.0f} ms",
     ),
-    ("causal Wan 1.3B", "pp3_vae_stage_3_sessions"): (
-        "PP 3 + VAE",
-        "three sessions fill three stages; the host is the limit, as with one session beside a VAE stage",
-    ),
     ("causal Wan 1.3B", "pp3_vae_stage_3_sessions, CUDA graphs"): (
         "PP 3 + VAE, CUDA graphs",
         "the VAE's GPU is busy all the time: {this.decode:.0f} ms a chunk",
     ),
-    ("causal Wan 1.3B", "matched2_temporal2"): (
-        "temporal 2, two steps",
-        "no clean pass, two chunks in flight; the last stage has a step and the decode, which is three quarters of its "
-        "time",
-    ),
     ("causal Wan 1.3B", "matched4_temporal4"): (
         "temporal 4, four steps",
-        "one stream, four chunks in flight; twice the steps of the row above at the rate of the last stage, which has "
-        "as much to do: one step and the decode",
-    ),
-    ("causal Wan 1.3B", "matched2_vae_stage"): (
-        "1 GPU + VAE, two steps",
-        "the stream of temporal 2 with both steps on one GPU: the VAE's is busy {this.decode:.0f} of "
-        "{this.each_chunk:.0f} ms, the other less",
+        "one stream, four chunks in flight; the last stage has one step and the decode; of code "
+        "with a slower decode and without graphs",
     ),
     ("causal Wan 1.3B", "matched2_temporal2, CUDA graphs"): (
         "temporal 2, two steps, CUDA graphs",
@@ -171,10 +157,10 @@ _WHY = {
         "{this.decode:.0f} of {this.each_chunk:.0f} ms on the other",
     ),
     ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
-    ("causal Wan 14B", "ulysses4_vae_parallel"): (
-        "Ulysses 4, parallel decode",
-        "a pass takes {this.a_pass:.0f} ms where the devices need {of[ulysses4_vae_parallel, CUDA "
-        "graphs].a_pass:.0f}: the host launches no faster",
+    ("causal Wan 14B", "pp2_ulysses2_2_sessions, CUDA graphs"): (
+        "PP 2 x Ulysses 2, CUDA graphs",
+        "two sessions fill two stages; one rank of the last also decodes, {this.decode:.0f} of "
+        "{this.each_chunk:.0f} ms",
     ),
     ("causal Wan 14B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
@@ -217,10 +203,10 @@ def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def measured_rows() -> list[MeasuredRow]:
-    """Those with a reason in `_WHY`, then the others."""
+    """Those with a reason in `_WHY`, then the others that launch graphs; without them one is superseded."""
     rows = _table_rows()
     found: dict[tuple[str, str], MeasuredRow] = {}
-    for key in [*_WHY, *(key for key in rows if key not in _WHY)]:
+    for key in [*_WHY, *(key for key in rows if key not in _WHY and key[1].endswith("CUDA graphs"))]:
         row = rows[key] if key in rows else _single(key[1])
         split, why = _WHY.get(key, (key[1].replace("_", " "), "-"))
         found[key] = MeasuredRow(
@@ -272,7 +258,8 @@ def plots() -> dict[str, Curves]:
 
 
 def _measured(model: str, *splits: str) -> Curve:
-    return {row.gpus: row.fps for row in measured_rows() if row.model == model and row.split in splits}
+    rows = [row for row in reversed(measured_rows()) if row.model == model and row.split in splits]
+    return {row.gpus: row.fps for row in sorted(rows, key=lambda row: (row.gpus, -row.sessions))}
 
 
 def _ulysses_with_graphs(name: str, model: StreamModel) -> Curves:
@@ -321,16 +308,12 @@ def _causal_wan() -> Curves:
             name, "1 GPU", "1 GPU + VAE, CUDA graphs", "PP 3 + VAE, CUDA graphs"
         ),
         "VAE stage, CUDA graphs: plan": with_vae(graphs),
-        "VAE stage (4: PP 3, 3 sessions): measured": _measured(name, "1 GPU", "1 GPU + VAE", "PP 3 + VAE"),
-        "VAE stage (4: PP 3, 3 sessions): plan": with_vae(model),
-        "Ulysses: measured": _measured(name, "1 GPU", "Ulysses 2"),
-        "Ulysses: plan": {n: predict(model, H200, Split(n)).fps for n in GPUS},
         **_ulysses_with_graphs(name, model),
-        "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2", "PP 4"),
+        "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2, CUDA graphs", "PP 4"),
         "PP, n sessions: plan": {n: predict(model, H200, Split(1, n), n).fps for n in GPUS},
-        "temporal, as many steps as GPUs: measured": _measured(name, "temporal 2, two steps", "temporal 4, four steps"),
+        "temporal, as many steps as GPUs: measured": _measured(name, "temporal 2, two steps, CUDA graphs"),
         "temporal, as many steps as GPUs: plan": {n: matched(n, Split(1, n, temporal=n > 1)) for n in GPUS},
-        "two noise-matched steps, VAE stage: measured": _measured(name, "1 GPU + VAE, two steps"),
+        "two noise-matched steps, VAE stage: measured": _measured(name, "1 GPU + VAE, two steps, CUDA graphs"),
         "two noise-matched steps, VAE stage: plan": {n: matched(2, Split(1, n, vae_stage=n > 1)) for n in GPUS},
     }
 

@@ -2,6 +2,7 @@
 """`vllm-omni plan` of Waypoint: against its run, its sizes, and the splits it can be served with."""
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def test_a_first_frame_waits_for_one_pass_without_a_graph() -> None:
     """Of the run's sessions behind the first one, which also waits for what a server does once."""
     runs = json.loads(RUN.read_text())["result"]["later_first_frames"]
     model = model_of("waypoint", cuda_graphs=True)
-    for run in runs:
-        assert predict(model, H200, Split()).first_frame_ms == pytest.approx(run["time_to_first_frame_ms"], rel=0.2)
+    measured = statistics.median(run["time_to_first_frame_ms"] for run in runs)
+    assert predict(model, H200, Split()).first_frame_ms == pytest.approx(measured, rel=0.2)
     assert predict(replace(model, cuda_graphs=False), H200, Split()).first_frame_ms > 150
 
 

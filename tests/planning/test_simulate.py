@@ -35,6 +35,6 @@ def test_the_plot_and_the_tables_of_the_docs_are_what_the_script_makes(monkeypat
     script = importlib.import_module("parallelism_curves")
     assert script.PLOT.read_text() == script.svg(script.plots())
     page = script.PAGE.read_text()
-    assert script.page(page) == page and "| causal Wan 1.3B | Ulysses 2 | 2 | 1 |" in page
+    assert script.page(page) == page and "| causal Wan 1.3B | 1 GPU + VAE, CUDA graphs | 2 | 1 |" in page
     rows = script.measured_rows()
     assert {row.gpus for row in rows} == {1, 2, 4} and all(row.fps > 0 and row.why for row in rows)

@@ -13,34 +13,33 @@ class Card:
     """Rates of a card; bf16 unless said otherwise.
 
     gemm_tflops: (width of a layer, TFLOP/s) pairs, interpolated. attention_tflops: FlashAttention 3, head size 128.
-    cross_attention_tflops: few keys. elementwise_bytes_per_s, elementwise_passes: a block's elementwise chains read or
-    write its activations so many times. vae_tflops: of the compiled decoder and encoder, 3x3x3 convolutions.
+    elementwise_bytes_per_s, elementwise_passes: a block's elementwise chains read or write its activations so many
+    times. layer_gaps_s: of a layer's pass the device is between kernels, or at ones too short for the rates above.
+    vae_tflops: of the fused decoder and the encoder, 3x3x3 convolutions.
     video_encode_tflops: of the encoder when a video's frames arrive with each chunk, their upload in it.
-    link_bytes_per_s, link_latency_s: between two GPUs. sync_s: a collective's cost besides transfer, launch
-    and waiting for each other. pack_s: rearranging for Ulysses in a layer, over the tokens per rank (of 4680 x 5120
-    activations on one rank).
+    link_bytes_per_s, link_latency_s: between two GPUs. sync_s: a collective's cost besides transfer and launch.
+    pack_passes: rearranging for Ulysses in a layer reads or writes a rank's activations so many times.
     launch_s: the host launches one layer's kernels of one pass. collective_launch_s: and one collective between its
     ranks, with the rearranging around it. graph_launch_s: the host launches such a collective and a CUDA graph of the
     kernels around it. stage_step_s: one engine step's way through one process of several (message in, schedule, message
     out). These four are the host's: a pass takes the longer of device time and host time.
     text_encoder_cpu_s: umt5-xxl on the host, a prompt not seen before. request_s: scheduler, transport and first noise
-    of a chunk. first_frame_s: the same for a session's first chunk, besides its stages. first_decode_s: of a stream's
-    first decode, besides its arithmetic. memory_bytes. workspace_bytes: the largest transient, decoding a chunk at
-    480x832.
+    of a chunk. first_frame_s: the same for a session's first chunk, besides its stages. decode_launch_s: the host
+    launches a chunk's decode. memory_bytes. workspace_bytes: the largest transient, decoding a chunk at 480x832.
     """
 
     name: str
     gemm_tflops: tuple[tuple[int, float], ...]
     attention_tflops: float
-    cross_attention_tflops: float
     elementwise_bytes_per_s: float
     elementwise_passes: float
+    layer_gaps_s: float
     vae_tflops: float
     video_encode_tflops: float
     link_bytes_per_s: float
     link_latency_s: float
     sync_s: float
-    pack_s: float
+    pack_passes: float
     launch_s: float
     collective_launch_s: float
     graph_launch_s: float
@@ -48,7 +47,6 @@ class Card:
     text_encoder_cpu_s: float
     request_s: float
     first_frame_s: float
-    first_decode_s: float
     decode_launch_s: float
     memory_bytes: float
     workspace_bytes: float
@@ -68,55 +66,53 @@ class Card:
 
 
 SOURCES = {
-    "gemm_tflops": "measured at width 5120 (760); fitted at 1536 to the steps of the 1.3B row (540)",
-    "attention_tflops": "measured: 623",
-    "cross_attention_tflops": "assumed: 0.35 of 790 (512 keys); 1 % of a step",
+    "gemm_tflops": "measured at width 5120: 758 to 777; at 1536 fitted to the steps of the 1.3B rows",
+    "attention_tflops": "measured, with cross-attention: 594 (1.3B), 631 and 652 (LingBot World), 664 (its 1.3B)",
     "elementwise_bytes_per_s": "assumed: 4.0 TB/s of the card's 4.8",
-    "elementwise_passes": "measured: 24 ms of a LingBot step of 343 ms",
-    "vae_tflops": "measured: a chunk's decode, 147.5 ms for 40.65 TFLOP",
+    "elementwise_passes": "measured: 13 ms of a LingBot step of 334 ms, 3 of a 1.3B step of 43 ms",
+    "layer_gaps_s": "measured: steps less their kernels, 0.05 (Waypoint) to 0.09 ms (1.3B)",
+    "vae_tflops": "measured: a chunk's decode, 93 to 97 ms for 40.65 TFLOP",
     "video_encode_tflops": "measured: one latent frame's video, 50.1 ms for 8.05 TFLOP",
-    "link_bytes_per_s": "measured: all-to-all of 48 MB over 4 GPUs in 0.14 ms",
+    "link_bytes_per_s": "measured: 9.8 ms of a LingBot pass over 4 GPUs are all-to-alls, less `sync_s`",
     "link_latency_s": "measured: ring send of 0.6 MB in 0.07 ms, less its transfer",
-    "sync_s": "fitted to the steps of LingBot's two Ulysses rows",
-    "pack_s": "fitted to the steps of LingBot's two Ulysses rows",
-    "launch_s": "of the host; measured: 34 to 81 ms for 30 layers; in comparisons, by each run's first chunk",
-    "collective_launch_s": "of the host; fitted to the rows of ranks that share layers",
-    "graph_launch_s": "of the host; assumed: the 1.3B row with graphs over 4 GPUs does not wait for it",
+    "sync_s": "fitted to the steps of the Ulysses rows",
+    "pack_passes": "fitted to the steps of the Ulysses rows; measured: 35, 4 ms of a LingBot pass over 4 GPUs",
+    "launch_s": "of the host; measured without graphs: 34 to 81 ms for 30 layers",
+    "collective_launch_s": "of the host; fitted to rows of ranks that shared layers without graphs",
+    "graph_launch_s": "of the host; assumed: the 1.3B row over 4 GPUs does not wait for it",
     "stage_step_s": "of the host; fitted to the rows of several processes, 3 to 9 ms",
     "text_encoder_cpu_s": "of the host; measured: first chunks of the LingBot rows, 835 to 1480 ms",
-    "request_s": "measured: chunk interval less steps and decode, 9 to 17 ms",
-    "first_frame_s": "measured: time to first frame less the first chunk's stages, 25 ms, and 5 after idling",
-    "first_decode_s": "measured: a first decode, 121 to 129 ms, less 114 for its 31.45 TFLOP",
-    "decode_launch_s": "of the host; fitted to the first frames of the temporal rows, which ask for 0.16 and 0.23",
+    "request_s": "measured: chunk interval less steps and decode, 1 to 6 ms",
+    "first_frame_s": "measured: time to first frame less the first chunk's total, 12 to 37 ms",
+    "decode_launch_s": "of the host; fitted to `matched4_pp3_vae_stage` and `matched2_temporal2_ulysses2`",
     "memory_bytes": "the driver's",
-    "workspace_bytes": "fitted to the peaks of ranks that decode (5.3 to 10.2 GB beside weights and sessions)",
+    "workspace_bytes": "measured: peak less what was allocated after it, 3.9 to 4.5 GB on one GPU",
 }
 """Where each number comes from; printed on the docs page."""
 
 H200 = Card(
     name="H200",
-    gemm_tflops=((1536, 540.0), (5120, 760.0)),
-    attention_tflops=623.0,
-    cross_attention_tflops=276.0,
+    gemm_tflops=((1536, 610.0), (5120, 770.0)),
+    attention_tflops=640.0,
     elementwise_bytes_per_s=4.0e12,
-    elementwise_passes=50.0,
-    vae_tflops=276.0,
+    elementwise_passes=27.0,
+    layer_gaps_s=0.06e-3,
+    vae_tflops=430.0,
     video_encode_tflops=161.0,
-    link_bytes_per_s=340e9,
+    link_bytes_per_s=220e9,
     link_latency_s=70e-6,
-    sync_s=0.07e-3,
-    pack_s=0.9e-3,
+    sync_s=0.02e-3,
+    pack_passes=20.0,
     launch_s=1.4e-3,
     collective_launch_s=0.6e-3,
     graph_launch_s=0.05e-3,
     stage_step_s=5e-3,
     text_encoder_cpu_s=1.1,
-    request_s=0.010,
-    first_frame_s=0.030,
-    first_decode_s=0.011,
-    decode_launch_s=0.17,
+    request_s=0.003,
+    first_frame_s=0.025,
+    decode_launch_s=0.075,
     memory_bytes=150.1e9,
-    workspace_bytes=8.0e9,
+    workspace_bytes=4.0e9,
 )
 
 CARDS = {"H200": H200}

@@ -12,13 +12,12 @@ modules) are `side` of `StreamModel`.
 
 Two things bound a pass, and the slower one decides: the device's arithmetic, and the host, which launches kernels and
 collectives layer by layer and takes part in each engine step. Small models over several GPUs are bound by the host.
-CUDA graphs take the launching away where a window is full. Held by tests/planning/.
+CUDA graphs take the launching away. Held by tests/planning/.
 """
 
 from dataclasses import dataclass, replace
 
 from vllm_omni.planning.cards import Card
-from vllm_omni.worker.diffusion.pacing import SLOW_STAGE_MS, SLOW_STEP_MS
 
 TEXT_ROWS = 512
 _LATENT_CELL = 8
@@ -36,7 +35,8 @@ class Autoencoder:
 
     decode_tflop, decode_first_tflop: of one latent frame, a later one (4 pixel frames) and a stream's first (1).
     encode_tflop: of one latent frame's pixel frames. decoder_cache, encoder_cache: bytes a stream keeps. weights: in
-    bytes. workspace: its largest transient, as a share of `Card.workspace_bytes`.
+    bytes. workspace: its largest transient, as a share of `Card.workspace_bytes`. launch: the host's time for a chunk's
+    decode, as a share of `Card.decode_launch_s`.
     """
 
     decode_tflop: float = 13.55
@@ -46,6 +46,7 @@ class Autoencoder:
     encoder_cache: float = 1070 * 2**20
     weights: float = 0.25e9
     workspace: float = 1.0
+    launch: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ class StreamModel:
     """One model as it is served.
 
     parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
-    after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). waits_for_clean:
-    frames come after the clean pass, not before it; with a VAE stage they never do. in_flight: chunks of one session at
-    work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has an image
-    condition with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks:
+    after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks
+    of one session at work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has
+    an image condition with an encoder stream. video_input: each chunk brings its video, encoded first. moving_sinks:
     sinks are kept twice. text_on_cpu: the encoder of its context is on the host. kv_itemsize: bytes of a stored key or
     value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
     keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights,
@@ -67,8 +67,8 @@ class StreamModel:
     frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
     change it. linears: parameters of the linear layers that a token passes. kv_dim: width of keys and of values. 0 of
     these three = by Wan's formulas. sequence_parallel: ranks may share tokens (Ulysses), and a decode.
-    growing_graphs: a graph serves a window of any length, so of a session's passes only the first is launched kernel by
-    kernel. image_passes: of a session's first chunk, over the latent frame that its start image becomes.
+    growing_graphs: the first of a session's passes is launched kernel by kernel. image_passes: of a session's first
+    chunk, over the latent frame that its start image becomes.
     """
 
     name: str
@@ -85,7 +85,6 @@ class StreamModel:
     first_chunk: int = 3
     denoise: int = 4
     clean: int = 1
-    waits_for_clean: bool = False
     in_flight: int = 1
     cuda_graphs: bool = False
     camera: bool = False
@@ -238,8 +237,7 @@ def pass_ms(model: StreamModel, card: Card, window: int) -> float:
     elementwise_s += model.layers * card.elementwise_passes * q * model.dim * _BF16 / card.elementwise_bytes_per_s
     compute_s = (
         linear_tflop(model, frames) / card.gemm(model.dim)
-        + attention_tflop(model, frames, window) / card.attention_tflops
-        + cross_tflop(model, frames) / card.cross_attention_tflops
+        + (attention_tflop(model, frames, window) + cross_tflop(model, frames)) / card.attention_tflops
     )
     return 1e3 * (compute_s + elementwise_s)
 
@@ -256,14 +254,20 @@ def exchange_ms(model: StreamModel, card: Card, split: Split) -> float:
     if u == 1:
         return 0.0
     q = model.chunk * model.tokens_per_frame
-    activations = q * model.dim * _BF16
+    numbers = q * model.dim
     if split.tensor:  # three all-reduces a block, each twice over the link, and two of normalisation sums
-        transfer_s = 3 * 2 * activations * (u - 1) / u / card.link_bytes_per_s
+        transfer_s = 3 * 2 * numbers * _BF16 * (u - 1) / u / card.link_bytes_per_s
         pack_s = 0.0
-    else:  # q, k, v to heads, the result back; each rank has 1/u of the tokens
-        transfer_s = 4 * activations / u * (u - 1) / u / card.link_bytes_per_s
-        pack_s = card.pack_s * q * model.dim / (4680 * 5120) / u
+    else:  # q, k, v to heads, the result back, as they are kept; each rank has 1/u of the tokens
+        transfer_s = 4 * numbers * model.kv_itemsize / u * (u - 1) / u / card.link_bytes_per_s
+        pack_s = card.pack_passes * numbers * _BF16 / u / card.elementwise_bytes_per_s
     return 1e3 * model.layers * (transfer_s + pack_s + _collectives(split) * card.sync_s)
+
+
+def _rank_pass_ms(model: StreamModel, card: Card, split: Split, window: int) -> float:
+    """One pass where `split.ranks` ranks share its tokens, but each has as many kernels as one would."""
+    gaps_ms = 1e3 * model.layers * card.layer_gaps_s
+    return pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split) + gaps_ms
 
 
 def _collectives(split: Split) -> int:
@@ -283,31 +287,14 @@ def host_ms(model: StreamModel, card: Card, split: Split, *, graphs: bool = Fals
     return launch_ms(model, card, split, graphs=graphs) + (1e3 * card.stage_step_s if split.gpus > 1 else 0.0)
 
 
-def pass_latency_ms(
-    model: StreamModel, card: Card, split: Split, window: int, *, graphs: bool = False
-) -> tuple[float, float]:
-    """One pass of one chunk through all stages when nothing else runs: (the device's time, the host's).
-
-    graphs: it comes by graph although its window is not full.
-    """
-    device = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
+def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -> tuple[float, float]:
+    """One pass of one chunk through all stages when nothing else runs: (the device's time, the host's)."""
+    device = _rank_pass_ms(model, card, split, window)
     if split.stages > 1:
         device += (1 if split.temporal else split.stages) * hop_ms(model, card, split)
-    by_graph = model.launches_graphs and (graphs or window == model.window)
+    by_graph = model.launches_graphs or (model.cuda_graphs and window < model.window)
     host = split.layer_parts * host_ms(model, card, split, graphs=by_graph)
     return device, host + (1e3 * card.stage_step_s if split.vae_stage else 0.0)
-
-
-def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
-    """One pass of one chunk from engine step to engine step, `passes` being `pass_latency_ms`.
-
-    Where passes are long (`worker/diffusion/pacing.py`) the step's way through the processes comes on top, as in the
-    runs that were measured. Since then the next step is launched before the last has ended, which is not counted.
-    """
-    device, host = passes
-    slow_ms = SLOW_STAGE_MS if split.stages > 1 else SLOW_STEP_MS
-    paced = split.gpus > 1 and split.layer_parts == 1 and device >= slow_ms
-    return max(device + (1e3 * card.stage_step_s if paced else 0.0), host)
 
 
 def setup_ms(model: StreamModel, card: Card) -> float:
@@ -329,24 +316,24 @@ def encode_ms(model: StreamModel, card: Card, frames: int, *, first: bool = Fals
 def until_result_ms(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> float:
     """From a first chunk's last pass before its decode to its frames, when its session's next chunk is asked for.
 
-    On one GPU that is the decode. On several it runs beside the next steps, and a result leaves with one of them: with
-    stages the first that ends after the decode, half a step later on average; else the first that is launched when the
-    chunk is committed. In a temporal pipeline that step begins when the decode is launched, and is the next chunk's way
-    through all stages, of which all but the last make the first chunk's K/V anew before. Sessions that begin together,
-    set-ups apart, reach the decode together: the first one's next step comes behind the others' decodes.
+    On one GPU that is the decode. On several a result leaves with a step that ends after it: half a step later on
+    average, behind those of other chunks in flight if a VAE stage sees them pass; the clean pass of ranks that also
+    decode takes as long as it does. In a temporal pipeline that step begins when the decode is launched, and is the
+    next chunk's way through all stages, of which all but the last make the first chunk's K/V anew before. Sessions
+    that begin together in stages, set-ups apart, reach the decode together: the first one's next step comes behind the
+    others' decodes.
     """
-    decode = decode_ms(model, card, split, first=True) + 1e3 * card.first_decode_s
+    decode = decode_ms(model, card, split, first=True)
     if split.gpus == 1:
         return decode
-    passes = pass_latency_ms(model, card, split, model.first_chunk)
-    step = step_ms(card, split, passes)
+    step = max(pass_latency_ms(model, card, split, model.first_chunk))
     if split.temporal:
         launch = 0.0 if split.vae_stage else 1e3 * card.decode_launch_s
         return max(decode + step / 2, launch + (2 * split.layer_stages - 1) * step)
-    if split.stages > 1:
-        return decode + (sessions - 1) * max(0.0, decode - setup_ms(model, card)) + step / 2
-    early = model.clean and not model.waits_for_clean
-    return max(decode, host_ms(model, card, split) + (step if early else 0.0))
+    if split.stages == 1:
+        return decode + step
+    behind = 0.5 + (model.in_flight - 1 if split.vae_stage else 0)
+    return decode + (sessions - 1) * max(0.0, decode - setup_ms(model, card)) + behind * step
 
 
 def hop_ms(model: StreamModel, card: Card, split: Split) -> float:
@@ -357,7 +344,7 @@ def hop_ms(model: StreamModel, card: Card, split: Split) -> float:
 
 def chunk_steps_ms(model: StreamModel, card: Card, split: Split, window: int) -> float:
     """The device's time for all passes of one chunk, as if one stage ran all blocks."""
-    one = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
+    one = _rank_pass_ms(model, card, split, window)
     return model.passes * one + camera_ms(model, card) / split.ranks
 
 
@@ -423,12 +410,13 @@ class _Rank:
 
 def _fullest(model: StreamModel, card: Card, split: Split) -> list[_Rank]:
     """The ranks that can be the fullest: the first of the first stage and of the last, and that of a VAE stage."""
-    workspace = model.autoencoder.workspace * card.workspace_bytes * model.area / split.decode_ranks
+    at_once = 1 if split.stages == 1 else 2  # decodes: of the next chunk, while results wait for a step
+    workspace = at_once * model.autoencoder.workspace * card.workspace_bytes * model.area / split.decode_ranks
     found = []
     for first, last in ((True, True),) if split.layer_stages == 1 else ((True, False), (False, True)):
         fixed = weight_bytes(model, split, first_stage=first) + (workspace if last and not split.vae_stage else 0.0)
         found.append(_Rank(fixed, session_bytes(model, split, last_stage=last)))
-    if split.vae_stage:  # the decoder, its caches, and up to three decodes at once
+    if split.vae_stage:  # the decoder, its caches, and its decodes
         caches = model.autoencoder.decoder_cache * model.area / split.decode_ranks
         found.append(_Rank(model.autoencoder.weights + workspace, caches))
     return found
@@ -457,27 +445,31 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
             max_sessions=one.max_sessions * split.replicas,
             fps=one.fps * split.replicas,
         )
+    decode_launch = 1e3 * card.decode_launch_s * model.autoencoder.launch
     steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card, split)
     request = 1e3 * card.request_s + encode_ms(model, card, model.chunk)
     decode_beside = 0.0 if split.vae_stage else decode
     camera = camera_ms(model, card) / split.ranks
     one_pass = pass_latency_ms(model, card, split, model.window)
     # A decode runs beside the next chunk's passes and delays them as much as they need its device: on one GPU, wholly.
-    all_passes = model.passes * step_ms(card, split, one_pass) + camera
+    all_passes = model.passes * max(one_pass) + camera
     latency = all_passes + request + decode_beside * min(1.0, steps / split.layer_stages / all_passes)
     passes_of_a_stage = model.passes / split.layer_stages if split.temporal else model.passes
-    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.launches_graphs) + request
+    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.launches_graphs)
+    if split.vae_stage:  # whose own host sees each step pass
+        host = max(host, model.passes * 1e3 * card.stage_step_s + decode_launch)
+    else:
+        host += decode_launch
+    host += request
     device = max(steps / split.layer_stages + decode_beside + request, decode)
     per_chunk = max(device, host, latency / (sessions * model.in_flight))
-    # Sessions that begin together are set up one after the other, before the first of their steps.
-    before_decode = model.passes if model.waits_for_clean and not split.vae_stage else model.denoise
-    first_pass = step_ms(card, split, pass_latency_ms(model, card, split, model.first_chunk))
-    graphs = model.growing_graphs
-    next_pass = step_ms(card, split, pass_latency_ms(model, card, split, model.first_chunk, graphs=graphs))
-    first_steps = first_pass + (before_decode + model.image_passes - 1) * next_pass
+    # Sessions that begin together are set up one after the other, before the first of their steps, and share stages.
+    first_steps = (model.denoise + model.image_passes) * max(pass_latency_ms(model, card, split, model.first_chunk))
+    first_steps += launch_ms(model, card, split) if model.growing_graphs else 0.0
     setup = setup_ms(model, card) + encode_ms(model, card, model.first_chunk, first=True) + 1e3 * card.request_s
-    first = sessions * setup + first_steps + camera
-    first += until_result_ms(model, card, split, sessions) + 1e3 * card.first_frame_s
+    shared = max(1.0, sessions / split.layer_stages)
+    first = sessions * setup + shared * (first_steps + camera + until_result_ms(model, card, split, sessions))
+    first += 1e3 * card.first_frame_s
     ranks = _fullest(model, card, split)
     most = min((0.95 * card.memory_bytes - rank.fixed) // rank.each for rank in ranks)
     return Prediction(

@@ -72,7 +72,7 @@ RELEASES: Final = (*GRIDS, "waypoint_1_small", "waypoint_1_1_small")
 """Download names. The last two are one network."""
 _TEXT_WEIGHTS = 7.6e9
 """umt5-xl's encoder, bf16."""
-_WORKSPACE = 0.9e9 / 8.0e9
+_WORKSPACE = 0.9e9 / 4.0e9
 """Of `Card.workspace_bytes`, at 512 tokens a frame: from the peak of the one measured run, less weights and session."""
 
 
@@ -161,5 +161,6 @@ def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencode
         decoder_cache=made.state_nbytes(0, 0),
         encoder_cache=0.0,
         weights=sum(weight.numel() * weight.element_size() for weight in made.parameters()),
+        launch=0.0,
         workspace=_WORKSPACE * config.tokens_per_frame / 512,
     )
