@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that come with a later step than the chunk's last one (`omni.overlap_decode`)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 
+from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.worker.diffusion import pacing
 from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.pacing import StepPacer
@@ -184,7 +186,7 @@ def test_the_host_is_a_step_ahead_of_the_device_and_less_where_steps_are_long(
     pacer = StepPacer(torch.device("cuda"), stages=stages)
     for _ in range(6):
         pacer.launched()
-        pacer.wait(hurry=hurry)
+        assert pacer.wait(lambda: hurry) == (hurry and device.launched > 2)
     assert device.ends_s[-1] == pytest.approx(6 * step_ms / 1e3)
     assert device.ends_s[-1] - device.now_s == pytest.approx(before_end_ms / 1e3, abs=1e-6)
 
@@ -199,7 +201,7 @@ def test_a_host_that_launches_slowly_begins_before_the_step_ends(monkeypatch: py
         device.sleep(0.04)
         device.step_s = 0.0
         pacer.launched()
-        pacer.wait(hurry=False)
+        pacer.wait()
     assert device.ends_s[-1] - device.now_s == pytest.approx(0.01, abs=1e-6)
 
 
@@ -209,8 +211,29 @@ def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(mo
     for step_s in (0.2, 0.2, 0.2, 0.07):
         device.step_s = step_s
         pacer.launched()
-        pacer.wait(hurry=False)
+        pacer.wait()
     assert device.ends_s[-1] <= device.now_s < device.ends_s[-1] + 0.002
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 0.03])
+def test_one_long_step_costs_no_later_step_its_lead(monkeypatch: pytest.MonkeyPatch, launch_s: float) -> None:
+    """Steps of a chunk: the first also encodes, the last shares the device with a decode. All others are led by 10 ms.
+
+    Even if the host first heard of the end: what it expects of a step must not carry over to those behind it.
+    """
+    device = Device(0.0, monkeypatch)
+    pacer, leads = StepPacer(torch.device("cuda")), []
+    for _ in range(3):
+        for step_s in (0.1, 0.075, 0.075, 0.075, 0.1):
+            device.step_s = step_s
+            pacer.launching()
+            device.sleep(launch_s)
+            device.step_s = 0.0
+            pacer.launched()
+            pacer.wait()
+            leads.append(device.ends_s[-1] - device.now_s)
+    assert min(leads[-5:]) == pytest.approx(0.01, abs=2e-3)
+    assert max(leads[-5:]) < 0.04
 
 
 def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +243,7 @@ def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest
     for _ in range(4):
         pacer.launching()
         pacer.launched()
-        pacer.wait(hurry=False)
+        pacer.wait()
         told.append((pacer.before_s, pacer.unfinished))
     assert told[:2] == [(None, True)] * 2 and told[2:] == [(pytest.approx(0.01), True)] * 2
     device.sleep(1.0)
@@ -233,7 +256,7 @@ def test_a_launch_that_was_not_announced_tells_no_time(monkeypatch: pytest.Monke
     pacer.launching()
     for _ in range(3):
         pacer.launched()
-        pacer.wait(hurry=False)
+        pacer.wait()
     assert pacer.before_s is None
 
 
@@ -244,16 +267,39 @@ def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest
     for _ in range(6):
         pacer.launching()
         pacer.launched()
-        pacer.wait(hurry=False)
+        pacer.wait()
     assert made == [] and pacer.before_s is None and not pacer.unfinished
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is made up, beside a runner on the CPU")
-def test_a_ready_result_shortens_the_wait_for_the_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 60 ms are nearly waited for, but not before a result goes out: the client would get it a step later."""
+@pytest.fixture
+def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Of steps of 60 ms, which are nearly waited for; the runner of the test computes on the CPU beside it."""
+    if torch.cuda.is_available():
+        pytest.skip("the device is made up")
     device = Device(60.0, monkeypatch)
     parts = replace(runner.parts, pacer=StepPacer(torch.device("cuda")))
     monkeypatch.setattr(runner, "role", LastStage(parts, EveryStep(runner.model, ends_steps=True)))
+    return device
+
+
+def test_a_result_that_arrives_while_the_host_waits_leaves_at_once(
+    runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step that ended its chunk; the scheduler does not hear that it is still on its way."""
+    came_s = 4.5 * slow_device.step_s
+    monkeypatch.setattr(PendingResult, "ready", lambda _: slow_device.now_s >= came_s)
+    output = denoise(runner, chunk("a", 0))
+    assert output.pooler_output[0] is not None and output.denoised == () and output.committed == ("a",)
+    assert slow_device.now_s == pytest.approx(came_s, abs=2e-3)
+    assert execute(runner, step(finished=["a"], new=[chunk("b", 1)]))["b"] is None
+
+
+def test_a_ready_result_shortens_the_wait_for_the_device(
+    runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client would get it a step later."""
+    device = slow_device
+    monkeypatch.setattr(PendingResult, "ready", lambda _: False)
     denoise(runner, chunk("a", 0))
     assert device.ended == device.launched - 1 == STEPS - 1
     outcome = execute(runner, step(running=["a"], new=[chunk("b", 1)]))
@@ -275,10 +321,11 @@ def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkey
         def launching(self) -> None:
             """Not of interest here."""
 
-        def wait(self, *, hurry: bool) -> None:
+        def wait(self, is_result_ready: Callable[[], bool] = lambda: False) -> bool:
             calls.append("wait")
+            return False
 
-        def launched(self) -> None:
+        def launched(self, *, moves: bool = True) -> None:
             calls.append("launched")
 
     class Alone(BeforeVAE):

@@ -201,6 +201,21 @@ class ChunkEnd:
         elif state.request_id not in outputs:
             outputs[state.request_id] = state.pending.envelope()
 
+    def ready(self, states: Sequence[RequestState]) -> list[RequestState]:
+        """Those of `states` whose chunk the current engine step ended and whose result has arrived since."""
+        return [
+            state
+            for state in states
+            if state.request_id in self.denoised and state.pending is not None and state.pending.ready()
+        ]
+
+    def hand_out_ready(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
+        """Deliver `ready` results with the current engine step after all."""
+        for state in self.ready(states):
+            assert state.pending is not None
+            outputs[state.request_id] = state.pending.envelope()
+            self.denoised.remove(state.request_id)
+
     def pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
         """Pack the errors of failed requests in `states`; in-flight chunks behind a failed one fail with it."""
         for state in states:

@@ -7,7 +7,7 @@ must not wait for the current denoise step, so the host waits for the device bef
 Held by tests/worker/test_vae_stage_rank.py and tests/engine/test_vae_stage.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.sequence import IntermediateTensors
@@ -31,14 +31,15 @@ class BeforeVAE(EndsSteps):
 
     def _before_launch(self, moves: bool) -> None:
         if moves:
-            self.pacer.wait(hurry=False)
+            self.pacer.wait()
 
     def _launched(self, moves: bool) -> None:
         if moves:
             self.pacer.launched()
 
-    def _after_launch(self, hurry: bool) -> None:
+    def _after_launch(self, is_result_ready: Callable[[], bool]) -> bool:
         """The message leaves at once."""
+        return False
 
     def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
         failed = [state for state in done.states if state.failure is not None and state not in done.alive]

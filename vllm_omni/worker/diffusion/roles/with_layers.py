@@ -9,7 +9,7 @@ and test_overlap.py there, and tests/engine/test_parallel.py.
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,18 +92,19 @@ class WithLayers(Role):
         self._launched(moves)
         # This step's work is queued: the device is busy while the host takes in earlier results.
         outputs.update(envelopes(ready))
-        self._after_launch(hurry=bool(outputs))
+        if self._after_launch(lambda: bool(outputs or self.chunk_end.ready(states))):
+            self.chunk_end.hand_out_ready(states, outputs)
         return deliverable(states, outputs) if handed_on is None else handed_on
 
     def _before_launch(self, moves: bool) -> None:
         """moves: whether a request takes a step, as opposed to a batch that only fetches results."""
 
     def _launched(self, moves: bool) -> None:
-        self.pacer.launched()
+        self.pacer.launched(moves=moves)
 
-    def _after_launch(self, hurry: bool) -> None:
-        """hurry: a result is ready for delivery."""
-        self.pacer.wait(hurry=hurry)
+    def _after_launch(self, is_result_ready: Callable[[], bool]) -> bool:
+        """Wait for the device as far as no result is ready for delivery; returns whether one was."""
+        return self.pacer.wait(is_result_ready)
 
     # -- a micro-step --------------------------------------------------------------------------------------------------
 
