@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Result
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Result, SupportsStepExecution
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
@@ -105,3 +105,10 @@ class WholeRequestModel:
         """The model's own `warmup_inputs()` if it defines them; otherwise nothing is run before the first request."""
         own = inspect.getattr_static(type(self.model), "warmup_inputs", None)
         return [] if own is None else self.model.warmup_inputs()  # type: ignore[operator]
+
+
+def in_steps(network: nn.Module) -> SupportsStepExecution:
+    """The model as it is, or served whole if it has no steps. Raises TypeError if it can be served neither way."""
+    if isinstance(network, SupportsStepExecution) and network.supports_step_execution:
+        return network
+    return WholeRequestModel(network)

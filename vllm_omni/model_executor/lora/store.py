@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from vllm.config.lora import LoRAConfig
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
@@ -22,7 +23,7 @@ from vllm_omni.inputs import Lora, UsedLora
 from vllm_omni.model_executor.lora.active import ActiveAdapter, using
 from vllm_omni.model_executor.lora.adapter import AdapterWeights, OwnPlaces, load_adapter
 from vllm_omni.model_executor.lora.sites import Sites
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.lora.target import AdapterTarget, SupportsAdapters
 from vllm_omni.outputs import RequestFailed
 
 logger = init_logger("vllm." + __name__)
@@ -273,3 +274,12 @@ class AdapterStore(NoAdapters):
         finally:
             for sites in self._sites.values():
                 sites.attach()
+
+
+def store_for(network: nn.Module, config: LoRAConfig | None, device: torch.device) -> NoAdapters:
+    """The store that `--enable-lora` (config) asks for. Raises ValueError for a network that takes no adapters."""
+    if config is None:
+        return NoAdapters()
+    if not isinstance(network, SupportsAdapters):
+        raise ValueError(f"--enable-lora: {type(network).__name__} takes no adapters; drop it")
+    return AdapterStore(network.adapter_targets(), config, device)

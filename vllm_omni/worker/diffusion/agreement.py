@@ -9,13 +9,17 @@ Held by tests/engine/test_parallel.py and tests/worker/test_diffusion_model_runn
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from vllm_omni.model_executor.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 _MASK = "alive"
 _REFUSED, _WAITING = -1, -2
@@ -101,11 +105,26 @@ class RankAgreement:
 
     # for adapters
 
-    @property
-    def is_last_rank(self) -> bool:
-        return bool(self._world.rank_in_group == self._world.world_size - 1)
+    def add_adapter(self, adapters: NoAdapters, request: "LoRARequest") -> bool:
+        """Add an adapter on all ranks or on none (collective). Raises ValueError of one line.
 
-    def first_error(self, own: str | None) -> str | None:
+        The last rank raises for all: vLLM's executor reads replies in order of rank, and none behind an error.
+        """
+        added, own_error = False, None
+        try:
+            added = adapters.add(request)
+        except Exception as error:
+            own_error = str(error)
+        problem = self._first_error(own_error)
+        if problem is None:
+            return added
+        if added:
+            adapters.remove(request.lora_int_id)
+        if self._world.rank_in_group == self._world.world_size - 1:
+            raise ValueError(problem)
+        return False
+
+    def _first_error(self, own: str | None) -> str | None:
         """The error of the first rank that has one (collective)."""
         if self._world.world_size == 1:
             return own

@@ -25,18 +25,13 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_output import ChunkProgress, StepOutput
-from vllm_omni.model_executor.interfaces import (
-    DiffusionRequest,
-    KeepsMemory,
-    SupportsStepExecution,
-)
+from vllm_omni.model_executor.interfaces import DiffusionRequest, KeepsMemory, SupportsStepExecution
 from vllm_omni.model_executor.layers.linear import check_quantization, check_reloadable, quantized_layers
 from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters
-from vllm_omni.model_executor.lora.target import SupportsAdapters
+from vllm_omni.model_executor.lora.store import store_for
 from vllm_omni.model_executor.requests import RequestState, RequestStates
-from vllm_omni.model_executor.whole_request import WholeRequestModel
+from vllm_omni.model_executor.whole_request import in_steps
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
 from vllm_omni.worker.diffusion.roles import role_for
@@ -80,7 +75,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
         if self.vllm_config.quant_config is not None and not self.place.is_vae_stage:
             check_quantization(self.network, self.model_config.quantization)
-        self.adapters = adapter_store(self.network, self.vllm_config, self.device)
+        self.adapters = store_for(self.network, self.vllm_config.lora_config, self.device)
         weights = sum(p.numel() * p.element_size() for p in self.network.parameters())
         if self.offloader is not None and not self.place.is_vae_stage:
             self.offloader.post_init()
@@ -190,23 +185,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
     # -- adapters, by vLLM's calls -------------------------------------------------------------------------------------
 
     def add_lora(self, lora_request: "LoRARequest") -> bool:
-        """Check and load an adapter, on all ranks or on none (collective). Raises ValueError of one line.
-
-        The last rank raises for all: vLLM's executor reads replies in order of rank, and none behind an error.
-        """
-        added, own_error = False, None
-        try:
-            added = self.adapters.add(lora_request)
-        except Exception as error:
-            own_error = str(error)
-        problem = self.agreement.first_error(own_error)
-        if problem is None:
-            return added
-        if added:
-            self.adapters.remove(lora_request.lora_int_id)
-        if self.agreement.is_last_rank:
-            raise ValueError(problem)
-        return False
+        """Check and load an adapter, on all ranks or on none (collective). Raises ValueError of one line."""
+        return self.agreement.add_adapter(self.adapters, lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
         return self.adapters.remove(lora_id)
@@ -216,19 +196,3 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     def list_loras(self) -> set[int]:
         return self.adapters.ids()
-
-
-def adapter_store(network: torch.nn.Module, vllm_config: "VllmConfig", device: torch.device) -> NoAdapters:
-    """The adapters that `--enable-lora` asks for. Raises ValueError for a model that takes none."""
-    if vllm_config.lora_config is None:
-        return NoAdapters()
-    if not isinstance(network, SupportsAdapters):
-        raise ValueError(f"--enable-lora: {type(network).__name__} takes no adapters; drop it")
-    return AdapterStore(network.adapter_targets(), vllm_config.lora_config, device)
-
-
-def in_steps(network: torch.nn.Module) -> SupportsStepExecution:
-    """The model as it is, or served whole if it has no steps. Raises TypeError if it can be served neither way."""
-    if isinstance(network, SupportsStepExecution) and network.supports_step_execution:
-        return network
-    return WholeRequestModel(network)
