@@ -232,6 +232,10 @@ def test_one_long_step_costs_no_later_step_its_lead(monkeypatch: pytest.MonkeyPa
             pacer.launched()
             pacer.wait()
             leads.append(device.ends_s[-1] - device.now_s)
+        before_s = device.now_s
+        pacer.launched(moves=False)
+        pacer.wait()
+        assert device.now_s == before_s, "a step that only fetches results is not waited for"
     assert min(leads[-5:]) == pytest.approx(0.01, abs=2e-3)
     assert max(leads[-5:]) < 0.04
 
