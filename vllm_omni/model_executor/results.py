@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from vllm_omni.model_executor.host_copies import Arriving
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.lora.store import named
 from vllm_omni.outputs import RequestFailed, pack
@@ -63,25 +64,16 @@ class FiniteCheck:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._done: torch.cuda.Event | None = None
-        finite = torch.isfinite(tensor).all()
-        if tensor.is_cuda:
-            self._finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-        else:
-            self._finite = finite
+        self._finite = Arriving(torch.isfinite(tensor).all())
 
     @property
     def known(self) -> bool:
         """Whether `require` would answer at once."""
-        return self._done is None or bool(self._done.query())
+        return self._finite.known
 
     def require(self, what: str) -> None:
         """Wait for the answer; raises `RequestFailed("non_finite", ...)` if the tensor holds NaN or Inf."""
-        if self._done is not None:
-            self._done.synchronize()
-        if not bool(self._finite):
+        if not self._finite.wait():
             raise RequestFailed(
                 "non_finite", f"{what} contains NaN or Inf; the session is unchanged, send the chunk again"
             )

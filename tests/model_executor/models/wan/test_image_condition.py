@@ -33,7 +33,7 @@ def stream(condition: GreyCondition, image: torch.Tensor, chunks: list[int]) -> 
         y, state = condition.next(image if index == 0 else None, num_latents, state)
         parts.append(y)
     assert state is not None
-    return torch.cat(parts, dim=1), state
+    return torch.cat(parts, dim=1), state.resolved()
 
 
 @pytest.mark.parametrize("chunks", [[3, 3, 3], [1, 4, 4], [9]])
@@ -71,6 +71,35 @@ def test_condition_settles_when_changes_no_longer_count(image, dtype, tolerance)
     assert until < first_equal
 
 
+@pytest.mark.parametrize("chunks", [[42], [20, 22], [7] * 6])
+def test_a_host_that_does_not_wait_for_the_device_gets_the_same_condition(condition, image, chunks, monkeypatch):
+    """The encoder then runs on in the chunk in which the stream settles, for nothing."""
+    expected_y, expected = stream(condition, image, chunks)
+    monkeypatch.setattr(GreyCondition, "_is_heard", staticmethod(lambda flag: False))
+    y, state = stream(condition, image, chunks)
+    assert torch.equal(y, expected_y)
+    assert state.settled and state.cache is None and state.num_encoded == expected.num_encoded
+    assert torch.equal(state.last_1CFhw, expected.last_1CFhw)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_condition_on_a_gpu_is_made_without_waiting_for_it(image):
+    vae = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False)
+    load_vae(vae, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
+    condition = GreyCondition(vae.to("cuda"))
+    condition.next(image.cuda(), 3, None)
+    pixels = image.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _, state = condition.next(pixels, 3, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    state = state.resolved()
+    assert state.num_encoded == 3 and not state.settled
+
+
 def test_a_settled_condition_costs_no_encoder_run_and_almost_no_memory(condition, image, monkeypatch):
     """Once settled, later chunks come without the encoder and the encoder's cache is gone."""
     _, state = stream(condition, image, [3] * 14)
@@ -84,11 +113,11 @@ def test_a_settled_condition_costs_no_encoder_run_and_almost_no_memory(condition
 def test_a_dropped_chunk_leaves_the_state_as_it_was(condition, image):
     """A state is a value: asking for the next chunk twice gives the same chunk twice."""
     _, state = condition.next(image, 3, None)
-    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    before = {name: tensor.clone() for name, tensor in state.resolved().tensors().items()}
     first, _ = condition.next(None, 3, state)
     second, _ = condition.next(None, 3, state)
     assert torch.equal(first, second)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.resolved().tensors().items())
 
 
 def test_two_images_have_two_conditions(condition, image):

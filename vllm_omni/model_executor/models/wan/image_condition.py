@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_omni.model_executor.host_copies import Arriving
 from vllm_omni.model_executor.models.wan.components import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
@@ -56,6 +57,19 @@ class ConditionLayout:
         return ConditionState(self.height, self.width, cache, last_1CFhw, settled, num_encoded)
 
 
+@dataclass(frozen=True)
+class Settling:
+    """Whether a state has settled, which only the device knows yet.
+
+    encoded: latent frames that went through the encoder. unsettled: how many of them came before it settled.
+    ends: no later frame is encoded, settled or not.
+    """
+
+    encoded: int
+    unsettled: Arriving
+    ends: bool
+
+
 @dataclass(frozen=True, eq=False)
 class ConditionState:
     """Where a session's condition stream stands. Immutable; shared by forks.
@@ -63,6 +77,7 @@ class ConditionState:
     cache: the encoder's cache; None once settled, and when nothing will be encoded behind the image.
     last_1CFhw: the newest latent frame, to compare the next one with, fp32; of a settled state the condition of all
     later chunks: one latent frame, or a whole chunk. num_encoded: latent frames since the image that were encoded.
+    settling: until it is `resolved`, the other fields are those of a state that has not settled.
     """
 
     height: int
@@ -71,18 +86,33 @@ class ConditionState:
     last_1CFhw: torch.Tensor
     settled: bool = False
     num_encoded: int = 1
+    settling: Settling | None = None
+
+    def resolved(self) -> "ConditionState":
+        """The same with the device's answer, for which the host waits; itself if nothing is open."""
+        if self.settling is None:
+            return self
+        unsettled = self.settling.unsettled.wait()
+        settled = self.settling.ends or unsettled < self.settling.encoded
+        return replace(
+            self,
+            cache=None if settled else self.cache,
+            settled=settled,
+            num_encoded=self.num_encoded + unsettled,
+            settling=None,
+        )
 
     @property
     def nbytes(self) -> int:
         return self.last_1CFhw.nbytes + (self.cache.nbytes if self.cache is not None else 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by stable name, for digests and snapshots."""
+        """Return the tensors of a resolved state by stable name, for digests and snapshots."""
         cached = self.cache.tensors() if self.cache is not None else {}
         return {"last": self.last_1CFhw, **cached}
 
     def to(self, device: torch.device | str) -> "ConditionState":
-        """Return the state on `device`; the same tensors if they are there already."""
+        """Return a resolved state on `device`; the same tensors if they are there already."""
         cache = self.cache.to(device) if self.cache is not None else None
         return replace(self, cache=cache, last_1CFhw=self.last_1CFhw.to(device))
 
@@ -125,9 +155,9 @@ class GreyCondition:
         elif state is None:
             raise ValueError("a condition starts with an image, got neither image nor state")
         elif self.later in ("second_chunk", "fresh_grey"):
-            latents, state = self._repeat(state, num_latents)
+            latents, state = self._repeat(state.resolved(), num_latents)
         else:
-            latents, state = self._stream(state, num_latents)
+            latents, state = self._stream(state.resolved(), num_latents)
         cond_CFhw = torch.cat(latents, dim=2)[0]
         mask_CFhw = cond_CFhw.new_zeros(MASK_CHANNELS, *cond_CFhw.shape[1:])
         mask_CFhw[:, : int(starts)] = 1
@@ -153,16 +183,30 @@ class GreyCondition:
         state = self._encoded(ConditionState(height, width, cache, latent))
         later, state = self._stream(state, num_latents - 1)
         if self.later == "fresh_grey":
-            state = replace(state, cache=None, settled=False)
+            state = replace(state.resolved(), cache=None, settled=False)
         return [latent, *later], state
 
     def _stream(self, state: ConditionState, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
-        """Encode so many more latent frames of grey."""
-        latents = []
-        for _ in range(num_latents):
-            state = self._grey(state)
-            latents.append(state.last_1CFhw)
-        return latents, state
+        """Encode so many more latent frames of grey, as far as they still change.
+
+        The host does not wait to hear whether they do: on CUDA the encoder goes on, and the device drops the result.
+        """
+        if state.cache is None or num_latents == 0:
+            return [state.last_1CFhw] * num_latents, state
+        last, cache, latents = state.last_1CFhw, state.cache, []
+        left = self.most_encoded - state.num_encoded if self.later == "last_frame" else num_latents + 1
+        changes = torch.ones((), dtype=torch.bool, device=last.device)
+        unsettled = torch.zeros((), dtype=torch.int32, device=last.device)
+        for _ in range(min(num_latents, left)):
+            latent, cache = self.vae.encode(self._grey_frames(state, 1), cache)
+            last, changes = torch.where(changes, latent, last), changes & ~self._has_settled(last, latent)
+            unsettled = unsettled + changes
+            latents.append(last)
+            if self._is_heard(changes) and not changes:
+                break
+        settling = Settling(len(latents), Arriving(unsettled), ends=left <= num_latents)
+        latents += [last] * (num_latents - len(latents))
+        return latents, replace(state, cache=cache, last_1CFhw=last, settling=settling)
 
     def _repeat(self, state: ConditionState, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
         """Return the chunk that all later ones equal, encoded when it is first asked for."""
@@ -175,19 +219,15 @@ class GreyCondition:
         assert state.last_1CFhw.shape[2] == num_latents, "chunks after the first are of one size"
         return [state.last_1CFhw], state
 
-    def _grey(self, state: ConditionState) -> ConditionState:
-        """Advance by one latent frame of grey."""
-        if state.settled or state.cache is None:
-            return state
-        latent, cache = self.vae.encode(self._grey_frames(state, 1), state.cache)
-        if self._has_settled(state.last_1CFhw, latent):
-            return replace(state, cache=None, last_1CFhw=latent, settled=True)
-        return self._encoded(replace(state, cache=cache, last_1CFhw=latent, num_encoded=state.num_encoded + 1))
+    @staticmethod
+    def _is_heard(flag: torch.Tensor) -> bool:
+        """Whether the host can read it without waiting."""
+        return not flag.is_cuda
 
-    def _has_settled(self, before_1CFhw: torch.Tensor, latent_1CFhw: torch.Tensor) -> bool:
-        """Whether later latent frames are as good as equal to `latent_1CFhw`."""
+    def _has_settled(self, before_1CFhw: torch.Tensor, latent_1CFhw: torch.Tensor) -> torch.Tensor:
+        """Whether later latent frames are as good as equal to `latent_1CFhw`, on the device."""
         change = (latent_1CFhw - before_1CFhw).abs().max()
-        return bool(change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std())
+        return change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std()
 
     def _encoded(self, state: ConditionState) -> ConditionState:
         """Settle a state after the last frame that is to be encoded."""

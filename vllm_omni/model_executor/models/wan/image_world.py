@@ -38,11 +38,11 @@ class ImageWorld:
     condition: ConditionState | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        kept: Mapping[str, torch.Tensor] = {} if self.condition is None else self.condition.tensors()
+        kept: Mapping[str, torch.Tensor] = {} if self.condition is None else self.condition.resolved().tensors()
         return {f"condition.{name}": tensor for name, tensor in kept.items()}
 
     def to(self, device: torch.device | str) -> Self:
-        return self if self.condition is None else replace(self, condition=self.condition.to(device))
+        return self if self.condition is None else replace(self, condition=self.condition.resolved().to(device))
 
 
 class ImageWorldScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,7 +66,7 @@ class ImageWorldSession(
         return None if self.own is None else self.own.condition
 
     def own_scalars(self) -> dict[str, Any]:
-        condition = self.condition
+        condition = None if self.condition is None else self.condition.resolved()
         return {
             "condition_settled": None if condition is None else condition.settled,
             "condition_encoded": 1 if condition is None else condition.num_encoded,
