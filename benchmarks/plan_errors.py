@@ -73,13 +73,13 @@ def compare(run: str, result: Mapping[str, Any], card: Card) -> list[Compared]:
     """Hold the predictions against one `result` of a benchmark.
 
     Of benchmarks/lingbot_world.py or benchmarks/streaming_wan.py (one engine), or of benchmarks/pipeline_parallel.py
-    (rows; those that ended in an error are left out).
+    (rows; those that ended in an error or have quantized weights are left out).
     """
     if "rows" not in result:
         return _compare_one(run, result, result["parallel"], card)
     found: list[Compared] = []
     for name, row in result["rows"].items():
-        if "error" not in row:
+        if "error" not in row and row.get("quantization") is None:
             ranks = {"sequence": 1, "tensor": 1, "sequence" if row["sequence"] else "tensor": row["ranks"]}
             facts = {**row, "model": result["model"], "size": result["size"]}
             found += _compare_one(f"{run}: {name}", facts, {**ranks, "pipeline": row["stages"]}, card)
