@@ -297,7 +297,7 @@ class Session:
         # After an abort only the engine knows its position: a new request takes whatever comes next, one that was
         # cut off, or that names its chunk, insists.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
-        due = self._due(run, span)
+        due = self._due(run, span) if self._manager.facts.by_deadline else None
         params = DiffusionParams(
             session_id=self.engine_id,
             chunk_index=span.chunk_index if insists else None,
@@ -324,11 +324,9 @@ class Session:
         trace.answered(result.meta)
         return result
 
-    def _due(self, run: Run, span: ChunkSpan) -> Due | None:
-        """Deadline of a chunk; None if the engine does not schedule by deadlines."""
+    def _due(self, run: Run, span: ChunkSpan) -> Due:
+        """Deadline of a chunk, for an engine that schedules by deadlines."""
         facts = self._manager.facts
-        if not facts.by_deadline:
-            return None
         return self._clock.ask(span.num_frames, run.job.replies.fps or facts.target_fps or facts.fps, time.monotonic())
 
     def _lost(self, error: DoorError) -> DoorError:
