@@ -389,8 +389,9 @@ class Session:
         """As `Journal.missed_since`; raises `DoorError("resync_required")`."""
         return self.journal.missed_since(last_chunk, self.next_chunk)
 
-    def _trim_journal(self) -> None:
-        self.journal.drop_delivered(self._manager.limits.journal_bytes)
+    def _trim_journal(self, has_grown: bool = True) -> None:
+        if has_grown:
+            self.journal.drop_delivered(self._manager.limits.journal_bytes)
         if self._manager.is_over_budget:
             self._manager.trim()
 
@@ -403,7 +404,7 @@ class Session:
             run.append(reply)
             num_bytes += reply.num_bytes
         self.allowance.charge_bytes(num_bytes)
-        self._trim_journal()
+        self._trim_journal(run.job.replies.keep)
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
         """Take the chunks that the engine has answered, drop the rest, and note whether the position is certain.
