@@ -7,7 +7,8 @@ works through every stock entry point: `LLM.encode`, `AsyncLLM.encode`, Ray. Cli
 with this file; the runner reads them with it. Held by tests/test_inputs.py.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -92,12 +93,10 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
         """Return stock `PoolingParams` carrying this request and its input tensors (on CPU, copied)."""
-        from vllm.pooling_params import PoolingParams
-
         extra_kwargs: dict[str, Any] = {_KEY: msgspec.to_builtins(self)}
         if tensors:
             extra_kwargs[_TENSORS_KEY] = pack({}, tensors).numpy().tobytes()
-        return PoolingParams(task="plugin", extra_kwargs=extra_kwargs)
+        return _stock()[0](task="plugin", extra_kwargs=extra_kwargs)
 
     @classmethod
     def from_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "DiffusionParams":
@@ -112,9 +111,16 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 def engine_prompt() -> Any:
     """Return the prompt of every diffusion request: one token to schedule; everything else is in the params."""
-    import vllm.inputs
+    return _stock()[1](prompt_token_ids=[0])
 
-    return vllm.inputs.tokens_input(prompt_token_ids=[0])
+
+@functools.cache
+def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
+    """What a request needs of vLLM, imported with the first one: also a repeated import takes a microsecond."""
+    from vllm.inputs import tokens_input
+    from vllm.pooling_params import PoolingParams
+
+    return PoolingParams, tokens_input
 
 
 def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:

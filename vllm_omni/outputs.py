@@ -172,7 +172,10 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
 def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return `(meta, arrays)`, as `unpack` and faster; bfloat16, which NumPy does not have, is a `ValueError` too."""
     _, buffer, header = _opened(envelope)
-    return header.meta, {payload.name: _array(buffer, payload) for payload in header.tensors}
+    arrays = {}
+    for payload in header.tensors:  # for every chunk; a comprehension would be a call
+        arrays[payload.name] = _array(buffer, payload)
+    return header.meta, arrays
 
 
 def _opened(envelope: torch.Tensor) -> tuple[torch.Tensor, memoryview, _Header]:

@@ -83,7 +83,7 @@ class OmniEngine:
         # The engine's log lines name a request by this.
         request_id = "-".join(["omni", *log_context.current().values(), self._process, str(next(self._numbers))])
         try:
-            tensors = dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()} if arrays else None
             answer: PoolingRequestOutput | None = None
             async for output in self._answers(params.to_pooling_params(tensors), request_id, rank):
                 answer = output

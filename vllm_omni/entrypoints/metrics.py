@@ -4,6 +4,7 @@
 vLLM serves `prometheus_client`'s default registry, or, with several API server processes, the files they all write to
 `PROMETHEUS_MULTIPROC_DIR`: metrics made here appear there by themselves. A door makes a `SessionMeter` for each session
 and calls it; requests without a session go through `door_metrics()`. Labels have few values and never name a client.
+Metrics of every chunk are `tallies.py`'s: plain numbers until they are scraped.
 
 Log lines are one word for the event and `key=value` pairs: two for a session, two for a video job, one for an image
 call. No prompt, key or address is ever in them. Held by tests/entrypoints/test_metrics.py.
@@ -16,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
+
+from vllm_omni.entrypoints.tallies import counter, histogram
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -46,8 +49,8 @@ class DoorMetrics:
         self.opened = Counter("omni_rt_sessions_opened", "Sessions begun.", endpoint)
         self.closed = Counter("omni_rt_sessions_closed", "Sessions ended, by reason.", (*endpoint, "reason"))
         self.rejected = Counter("omni_rt_sessions_rejected", "Sessions refused, by reason.", (*endpoint, "reason"))
-        self.chunks = Counter("omni_rt_chunks", "Chunks generated.", endpoint)
-        self.frames = Counter("omni_rt_frames", "Frames generated.", endpoint)
+        self.chunks = counter("omni_rt_chunks", "Chunks generated.", endpoint)
+        self.frames = counter("omni_rt_frames", "Frames generated.", endpoint)
         self.aborted = Counter("omni_rt_chunks_aborted", "Chunks dropped in the engine.", (*endpoint, "reason"))
         self.dropped = Counter("omni_rt_frames_dropped", "Frames generated, never delivered.", endpoint)
         self.late = Counter(
@@ -56,12 +59,8 @@ class DoorMetrics:
         self.first_frame = Histogram(
             "omni_rt_time_to_first_frame_seconds", "From a request to its first chunk.", endpoint, buckets=_SECONDS
         )
-        self.gap = Histogram(
-            "omni_rt_inter_chunk_gap_seconds", "Between chunks of one request.", endpoint, buckets=_SECONDS
-        )
-        self.stage = Histogram(
-            "omni_rt_chunk_seconds", "Where a chunk's time goes.", (*endpoint, "stage"), buckets=_SECONDS
-        )
+        self.gap = histogram("omni_rt_inter_chunk_gap_seconds", "Between chunks of one request.", endpoint, _SECONDS)
+        self.stage = histogram("omni_rt_chunk_seconds", "Where a chunk's time goes.", (*endpoint, "stage"), _SECONDS)
         self._stage = functools.cache(self.stage.labels)  # for every chunk; `labels` looks its child up under a lock
         self.duration = Histogram(
             "omni_rt_session_duration_seconds", "Length of sessions.", endpoint, buckets=_LONG_SECONDS

@@ -88,11 +88,9 @@ class FrameBatcher:
         step = ENCODED_FRAMES_PER_MESSAGE if self.format in _DEFAULT_QUALITY else RAW_FRAMES_PER_MESSAGE
         starts = range(0, len(frames_THWC), step)
         messages = []
-        reference_HWC: np.ndarray | None = None
         for index, start in enumerate(starts):
             part_THWC = frames_THWC[start : start + step]
-            payload, fields = self._payload(part_THWC, reference_HWC)
-            reference_HWC = part_THWC[-1]
+            payload, fields = self._payload(part_THWC, frames_THWC[start - 1] if start else None)
             header: dict[str, Any] = {
                 "type": "frame_batch",
                 "request_id": request_id,

@@ -190,7 +190,8 @@ class Run:
         self.replies.append(reply)
         self.num_replies += 1
         self._grow(reply.num_bytes)
-        self._notify()
+        if self._waiting:
+            self._notify()
 
     def _grow(self, num_bytes: int) -> None:
         self.kept_bytes += num_bytes
@@ -250,7 +251,8 @@ class Run:
                         self.delivered = position
                         if not self.job.replies.keep:
                             self.drop_oldest()
-                        self._notify()
+                        if self._waiting:
+                            self._notify()
                 elif self.finished:
                     break
                 else:

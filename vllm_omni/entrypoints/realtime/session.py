@@ -297,7 +297,7 @@ class Session:
         # After an abort only the engine knows its position: a new request takes whatever comes next, one that was
         # cut off, or that names its chunk, insists.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
-        due = self._due(run, span)
+        due = self._due(run, span) if self._manager.facts.by_deadline else None
         params = DiffusionParams(
             session_id=self.engine_id,
             chunk_index=span.chunk_index if insists else None,
@@ -324,11 +324,9 @@ class Session:
         trace.answered(result.meta)
         return result
 
-    def _due(self, run: Run, span: ChunkSpan) -> Due | None:
-        """Deadline of a chunk; None if the engine does not schedule by deadlines."""
+    def _due(self, run: Run, span: ChunkSpan) -> Due:
+        """Deadline of a chunk, for an engine that schedules by deadlines."""
         facts = self._manager.facts
-        if not facts.by_deadline:
-            return None
         return self._clock.ask(span.num_frames, run.job.replies.fps or facts.target_fps or facts.fps, time.monotonic())
 
     def _lost(self, error: DoorError) -> DoorError:
@@ -391,8 +389,9 @@ class Session:
         """As `Journal.missed_since`; raises `DoorError("resync_required")`."""
         return self.journal.missed_since(last_chunk, self.next_chunk)
 
-    def _trim_journal(self) -> None:
-        self.journal.drop_delivered(self._manager.limits.journal_bytes)
+    def _trim_journal(self, has_grown: bool = True) -> None:
+        if has_grown:
+            self.journal.drop_delivered(self._manager.limits.journal_bytes)
         if self._manager.is_over_budget:
             self._manager.trim()
 
@@ -405,7 +404,7 @@ class Session:
             run.append(reply)
             num_bytes += reply.num_bytes
         self.allowance.charge_bytes(num_bytes)
-        self._trim_journal()
+        self._trim_journal(run.job.replies.keep)
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
         """Take the chunks that the engine has answered, drop the rest, and note whether the position is certain.

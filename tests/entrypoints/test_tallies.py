@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tally is scraped as `prometheus_client`'s own metric is, and that one counts where several processes are."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from vllm_omni.entrypoints.tallies import CounterTally, Counts, Distributions, HistogramTally
+
+BOUNDS = (0.005, 0.5, 1.0, 60.0)
+LABELS = ("endpoint", "stage")
+AMOUNTS = (0.0, 0.005, 0.0050001, 0.4, 1.0, 59.9, 61.0)
+
+
+def scraped(registry: CollectorRegistry) -> str:
+    """Without the moments at which children were made."""
+    return re.sub(r"(_created\{.*\}) .*", r"\1", generate_latest(registry).decode())
+
+
+def test_a_tally_is_scraped_as_the_librarys_own_metric() -> None:
+    """Names, types, texts, labels, bounds that belong to their bucket, sums; also before anything was observed."""
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    counters: list[Counts] = [
+        CounterTally("chunks", "Chunks.", LABELS, ours),
+        Counter("chunks", "Chunks.", LABELS, registry=theirs),
+    ]
+    histograms: list[Distributions] = [
+        HistogramTally("seconds", "Seconds.", LABELS, BOUNDS, ours),
+        Histogram("seconds", "Seconds.", LABELS, buckets=BOUNDS, registry=theirs),
+    ]
+    assert scraped(ours) == scraped(theirs)
+    for counted, timed in zip(counters, histograms, strict=True):
+        counted.labels("a door", "x").inc()
+        counted.labels("a door", "x").inc(2.5)
+        counted.labels("another", "x")
+        for amount in AMOUNTS:
+            timed.labels("a door", "encode").observe(amount)
+        timed.labels("a door", "decode")
+    assert scraped(ours) == scraped(theirs)
+    assert 'chunks_total{endpoint="a door",stage="x"} 3.5' in scraped(ours)
+
+
+def test_a_name_is_taken_once() -> None:
+    registry = CollectorRegistry(auto_describe=True)  # as the process's own
+    CounterTally("chunks", "Chunks.", LABELS, registry)
+    with pytest.raises(ValueError, match="chunks"):
+        Counter("chunks", "Chunks.", registry=registry)
+
+
+COUNT = """
+import sys
+from vllm_omni.entrypoints.metrics import SessionMeter
+meter = SessionMeter("door")
+for _ in range(int(sys.argv[1])):
+    meter.chunk_done(4, 16.0, {"decode": [200.0]}, 0.3)
+"""
+SCRAPE = """
+from prometheus_client import generate_latest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+print(generate_latest(get_prometheus_registry()).decode())
+"""
+
+
+def test_the_chunks_of_all_server_processes_are_scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for count in ("2", "3"):
+        subprocess.run([sys.executable, "-c", COUNT, count], check=True)
+    answer = subprocess.run([sys.executable, "-c", SCRAPE], check=True, capture_output=True, text=True).stdout
+    assert 'omni_rt_chunks_total{endpoint="door"} 5.0' in answer
+    assert 'omni_rt_frames_total{endpoint="door"} 20.0' in answer
+    assert 'omni_rt_chunk_seconds_bucket{endpoint="door",le="0.25",stage="decode"} 5.0' in answer
+    assert 'omni_rt_inter_chunk_gap_seconds_count{endpoint="door"} 3.0' in answer
