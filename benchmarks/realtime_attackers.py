@@ -5,7 +5,7 @@ A process of its own, killed when the measurement ends, and another client than 
 address. Kinds that every server has: `fragments` (a million of one byte), `pings` (400,000), `values` (messages of
 260,000 msgpack values). Kinds for a whole server, which need `path` of a live session's snapshot: `tensors` (uploads of
 it that name 1.12 million empty tensors, or 40,000), `downloads` (readers of it that never read), `drips` (bodies of
-which a byte comes every second).
+which a byte comes every second). `program` attacks nothing: it computes, as another program of the machine might.
 """
 
 import asyncio
@@ -117,6 +117,12 @@ async def download_unread(port: int, path: str) -> None:
             await loop.sock_sendall(raw, b" ")
 
 
+async def compute() -> None:
+    """Until this process is killed."""
+    while True:
+        pass
+
+
 async def drip(port: int, path: str) -> None:
     reader, writer = await opened(port)
     writer.write(head("POST", path, "Content-Type: application/json", "Content-Length: 1000", "Connection: close"))
@@ -137,6 +143,8 @@ def attackers(options: dict[str, Any]) -> list[Callable[[], Awaitable[None]]]:
         return [partial(upload, port, large if n % 2 else small) for n in range(count)]
     if kind == "downloads":
         return [partial(download_unread, port, options["path"])] * count
+    if kind == "program":
+        return [compute]
     if kind == "drips":
         return [partial(drip, port, _DRIPPED[n % len(_DRIPPED)]) for n in range(count)]
     return [partial(flood_socket, port, flood(kind))] * count

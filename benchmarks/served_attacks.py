@@ -7,9 +7,10 @@
 `vllm serve --omni` as a user starts it. Neighbours ask for a chunk each at fixed moments, once in `--period-s`; a
 chunk's time runs from that moment until it is there, so a server that stands still counts for every chunk that it
 delays. First they are alone, then beside each attack of `realtime_attackers.py` in turn; `/health` is asked for all the
-time. Added latency is a chunk's time less the median of those before the attacks: in the quiet time it is the noise of
-the machine and of the engine. Attackers take what processor time the others leave (`nice`): they would be other
-machines. `other_load` is how many cores other programs of the machine used meanwhile.
+time. `program` is no attack: it only computes, as attackers do besides. Added latency is a chunk's time less the median
+of those before the attacks: in the quiet time it is the noise of the machine and of the engine. Attackers take what
+processor time the others leave (`nice`): they would be other machines. `other_load` is how many cores other programs of
+the machine used meanwhile.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from realtime_clients import GENERATE_PATH, init_message
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.entrypoints.cli.demo import start_image
 
-ATTACKS = ("fragments", "pings", "values", "tensors", "downloads", "drips")
+ATTACKS = ("program", "fragments", "pings", "values", "tensors", "downloads", "drips")
 QUIET = "quiet"
 TARGET_MS = {"added_latency_p99": 50.0, "health_p99": 100.0}
 _CHUNK_TIMEOUT_S = 60.0
@@ -195,8 +196,8 @@ class Neighbourhood:
 
 
 def since(begin_s: float, noted: list[tuple[float, float]]) -> list[float]:
-    """Milliseconds of all that ended after `begin_s`, or has not ended."""
-    return [spent_s * 1e3 for at_s, spent_s in noted if at_s + spent_s >= begin_s]
+    """Milliseconds of all that began at `begin_s` or later; before that the attackers were getting ready."""
+    return [spent_s * 1e3 for at_s, spent_s in noted if at_s >= begin_s]
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from helpers.engine_client import running_engine
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU workers only")
 
@@ -52,3 +53,20 @@ def test_threads_of_the_only_rank(
             assert (seen["threads"], "EngineCore" not in title) == (threads, below_engine), title
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["unset", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"],
+)
+def test_threads_sleep_soon_when_they_wait(
+    null_world: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str | None
+) -> None:
+    """Set once the engine is configured, before its process starts; libgomp reads it while it is loaded."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    AsyncEngineArgs(model=str(null_world), config_format="omni", skip_tokenizer_init=True).create_engine_config()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
