@@ -54,7 +54,7 @@ class DirectCopies(TorchDispatchMode):
 
 
 def test_poses_reach_the_device_without_making_the_host_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `to_device` alone: another copy from the host returns when the device has done all that was launched before."""
+    """By `to_device` alone: other copies from the host return when the device has done all that was launched before."""
     monkeypatch.setattr(cam, "to_device", lambda rows, device: torch.empty_like(rows, device=device))
     path, rows = EYE.repeat(3, 1, 1), cam.action_intrinsics(3, 16, 16)
     with DirectCopies() as copies:
