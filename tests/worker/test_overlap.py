@@ -298,6 +298,22 @@ def test_a_result_that_arrives_while_the_host_waits_leaves_at_once(
     assert execute(runner, step(finished=["a"], new=[chunk("b", 1)]))["b"] is None
 
 
+def test_of_two_results_that_arrive_together_the_one_without_room_does_not_delay_its_session(
+    runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler hears that it is on its way, so that its session's next chunk may start."""
+    monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
+    requests = [new_request(name, session_id=name, prompt="a field", seed=3) for name in "ab"]
+    execute(runner, step(new=requests))
+    for _ in range(STEPS - 2):
+        execute(runner, step(running=["a", "b"]))
+    with torch.inference_mode():
+        output = runner.execute_model(step(running=["a", "b"]))
+    assert output.pooler_output[0] is not None and output.pooler_output[1] is None
+    assert output.denoised == ("b",)
+    assert execute(runner, step(finished=["a"], running=["b"]))["b"] is not None
+
+
 def test_a_ready_result_shortens_the_wait_for_the_device(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

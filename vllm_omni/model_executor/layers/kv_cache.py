@@ -26,6 +26,7 @@ from typing import Self
 
 import torch
 
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.kv_format import KVFormat, kv_format, kv_nbytes
 from vllm_omni.model_executor.layers.ring_pool import Ring, RingPool
 from vllm_omni.outputs import RequestFailed
@@ -294,7 +295,7 @@ class KVWindow:
         """Return positions, on the buffer's device, of the tokens of `slots`."""
         size = self.tokens_per_frame
         starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
-        return (starts + torch.arange(size)).flatten().to(self.buffer.device)
+        return to_device((starts + torch.arange(size)).flatten(), self.buffer.device)
 
     def _seen_tokens(self, end_frame: int) -> torch.Tensor:
         """Return positions of the visible tokens where that is no plain slice; kept for one chunk.

@@ -9,7 +9,7 @@ test_decode_before_clean_pass.py and test_overlap.py there.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,12 +209,9 @@ class ChunkEnd:
             if state.request_id in self.denoised and state.pending is not None and state.pending.ready()
         ]
 
-    def hand_out_ready(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
-        """Deliver `ready` results with the current engine step after all."""
-        for state in self.ready(states):
-            assert state.pending is not None
-            outputs[state.request_id] = state.pending.envelope()
-            self.denoised.remove(state.request_id)
+    def delivered(self, request_ids: Collection[str]) -> None:
+        """The current engine step delivers these results after all. (Those held back still follow in a later one.)"""
+        self.denoised = [request_id for request_id in self.denoised if request_id not in request_ids]
 
     def pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
         """Pack the errors of failed requests in `states`; in-flight chunks behind a failed one fail with it."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.outputs import RequestFailed
@@ -38,6 +39,29 @@ def test_a_ray_leaves_through_its_pixel_centre() -> None:
     length = math.sqrt(x * x + y * y + 1)
     turned = [1 / length, y / length, -x / length]  # a quarter turn to the right: forward becomes +x
     assert values == pytest.approx([1, 2, 3, *turned], abs=1e-6)
+
+
+class DirectCopies(TorchDispatchMode):
+    """Counts copies of tensors from one device to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.count += result.device != args[0].device
+        return result
+
+
+def test_poses_reach_the_device_without_making_the_host_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `to_device` alone: other copies from the host return when the device has done all that was launched before."""
+    monkeypatch.setattr(cam, "to_device", lambda rows, device: torch.empty_like(rows, device=device))
+    path, rows = EYE.repeat(3, 1, 1), cam.action_intrinsics(3, 16, 16)
+    with DirectCopies() as copies:
+        rays = cam.camera_map(path, rows, 16, 16, "meta")
+        keys = cam.action_map(path, rows, torch.zeros(3, 4), 16, 16, "meta")
+    assert rays.is_meta and keys.is_meta
+    assert copies.count == 0
 
 
 def test_intrinsics_are_rescaled_from_480x832() -> None:

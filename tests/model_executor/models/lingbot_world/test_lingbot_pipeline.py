@@ -99,6 +99,25 @@ def test_a_session_streams_9_then_12_frames(world: LingBotWorld) -> None:
     assert session.chunk_index == 5
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.inference_mode()
+def test_a_chunk_on_a_gpu_begins_without_waiting_for_it(checkpoint: Path) -> None:
+    """Else the device idles while the host launches the chunk's first step. A new prompt, and a new image, too."""
+    with torch.device("cuda"):
+        world = load_world(checkpoint, window_frames=7, sink_frames=2)
+    session = open_session(world)
+    run_chunk(world, session, prompt="a beach")
+    for prompt, tensors in (("a forest", {"image": start_image(1)}), ("a village", {"image": start_image(2)})):
+        request = make_request(world, session, tensors, prompt=prompt)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if prompt == "a village" else "default")
+        try:
+            world.prepare_encode(request)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_frames_come_before_the_clean_pass_with_which_camera_terms_go(world: LingBotWorld) -> None:
     """They are the same frames as behind it."""
     session = open_session(world)

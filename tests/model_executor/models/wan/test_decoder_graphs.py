@@ -108,6 +108,48 @@ def test_loaded_weights_are_captured_again(host: HostGraphs) -> None:
     assert host.captures == 4
 
 
+def test_a_graph_that_cannot_be_captured_is_launched_once_as_it_is(plain: StreamingWanVAE) -> None:
+    """Also on one of several ranks alone: each launch exchanges rows with the others."""
+    launches = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal launches
+        launches += 1
+        return stack_frames(*args, **options)
+
+    def refuse(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        raise RuntimeError("no capture here")
+
+    graphs, passes = DecoderGraphs(refuse), Passes(counted, add_up)
+    graphed = random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes, graphs))
+    graphed.decode(latents(), None)
+    launches = 0
+    assert_stream(graphed.decode(latents(2)[:, :, :1], None), plain.decode(latents(2)[:, :, :1], None))
+    once = launches
+    random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes)).decode(latents(2)[:, :, :1], None)
+    assert launches == 2 * once
+
+
+def _check_heights(rank: int, size: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    try:
+        assert dist.group.WORLD is not None
+        bands, host = RowBands(rank, size, dist.group.WORLD), HostGraphs()
+        graphed, plain = random_vae(bands=bands, fuse=host.decoder), random_vae(bands=bands, fuse=plainly_fused)
+        decode_stream(graphed, latents(height=6), CUTS)
+        replays = host.replays
+        got, wanted = (decode_stream(vae, latents(height=5), CUTS) for vae in (graphed, plain))
+        assert_stream(got, wanted)
+        assert replays > 0 and host.replays == replays
+    finally:
+        dist.destroy_process_group()
+
+
+def test_frames_of_another_height_are_launched_as_they_are_on_every_rank(tmp_path: Any) -> None:
+    """Of 5 and of 6 latent rows the first of two ranks has 3; the exchanges of its graphs are those of 6."""
+    run_ranks(_check_heights, (2, str(tmp_path / "rendezvous")), 2)
+
+
 def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
@@ -124,7 +166,7 @@ def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
                 )
                 for graphs in (False, True)
             ]
-        for height in (8, 11, 8):
+        for height in (8, 11, 7, 8):
             for seed in (1, 2):
                 x = latents(seed, height).cuda()
                 wanted, got = (decode_stream(vae, x, CUTS) for vae in vaes)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_omni.actions import CAMERA_SPACE, ActionEntry, read_actions
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
@@ -284,8 +285,9 @@ def camera_map(
     Components are origin x y z, direction x y z, folded as `_fold` does. intrinsics_N4 are at the output size. Computed
     on `device` in `dtype`.
     """
-    direction = _directions(relative_N44, intrinsics_N4, height, width, device, dtype)
-    origin = relative_N44.to(device, dtype)[:, :3, 3].view(-1, 3, 1, 1).expand_as(direction)
+    relative_N44, intrinsics_N4 = _on(device, dtype, relative_N44, intrinsics_N4)
+    direction = _directions(relative_N44, intrinsics_N4, height, width)
+    origin = relative_N44[:, :3, 3].view(-1, 3, 1, 1).expand_as(direction)
     return _fold(torch.cat((origin, direction), dim=1))
 
 
@@ -302,28 +304,28 @@ def action_map(
 
     As `camera_map`; translations are not looked at, and a key is the same in all pixels of its frame.
     """
-    direction = _directions(relative_N44, intrinsics_N4, height, width, device, dtype)
-    flags = flags_N4.to(device, dtype)[:, :, None, None].expand(-1, -1, height, width)
+    relative_N44, intrinsics_N4, flags_N4 = _on(device, dtype, relative_N44, intrinsics_N4, flags_N4)
+    direction = _directions(relative_N44, intrinsics_N4, height, width)
+    flags = flags_N4[:, :, None, None].expand(-1, -1, height, width)
     return _fold(torch.cat((direction, flags), dim=1))
 
 
-def _directions(
-    relative_N44: torch.Tensor,
-    intrinsics_N4: torch.Tensor,
-    height: int,
-    width: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _on(device: torch.device | str, dtype: torch.dtype, *rows: torch.Tensor) -> list[torch.Tensor]:
+    """Host tensors on `device`, in `dtype`, without waiting for it."""
+    return [to_device(each.to(dtype).contiguous(), torch.device(device)) for each in rows]
+
+
+def _directions(relative_N44: torch.Tensor, intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return the unit directions [N, 3, height, width] of the rays through every pixel's centre."""
-    fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.to(device, dtype).unbind(1))
+    device, dtype = intrinsics_N4.device, intrinsics_N4.dtype
+    fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.unbind(1))
     u = (torch.arange(width, dtype=dtype, device=device) + 0.5 - cx) / fx
     v = (torch.arange(height, dtype=dtype, device=device) + 0.5 - cy) / fy
     shape = (len(relative_N44), height, width)
     x, y = u.unsqueeze(1).expand(shape), v.unsqueeze(2).expand(shape)
     rays = torch.stack((x, y, torch.ones_like(x)), dim=1)
     rays /= rays.norm(dim=1, keepdim=True)
-    return torch.einsum("nij,njhw->nihw", relative_N44.to(device, dtype)[:, :3, :3], rays)
+    return torch.einsum("nij,njhw->nihw", relative_N44[:, :3, :3], rays)
 
 
 def _fold(planes_NCHW: torch.Tensor) -> torch.Tensor:

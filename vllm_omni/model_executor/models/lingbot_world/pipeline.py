@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.lora.target import AdapterTarget
@@ -157,7 +158,7 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
             return None, None
         pixels = None
         if image is not None:
-            pixels = prepare_image(image.to(self.transformer.device), session.shape.height, session.shape.width)
+            pixels = prepare_image(to_device(image, self.transformer.device), session.shape.height, session.shape.width)
         return self.condition.next(pixels, len(frames), session.condition)
 
     def _camera_map(self, inputs: ChunkInputs, shape: SessionShape) -> torch.Tensor:

@@ -92,7 +92,8 @@ class FusedDecoder:
         first = features is None
         if features is None:
             features = [_zeros(x_BCTHW, shape) for shape in shapes]
-        if self.graphs is not None and self.graphs.serve(features):
+        latent_height = None if self.bands is None else self.bands.latent_height
+        if self.graphs is not None and self.graphs.serve(features, latent_height):
             return self.graphs(x_BCTHW, features, partial(self._decode_in_place, first=first), first=first)
         return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
 

@@ -43,7 +43,7 @@ class RowBands:
         self.rank = rank
         self.size = size
         self.group = group
-        self._latent_height = 0
+        self.latent_height = 0
         """Of the stream that is being decoded."""
 
     @classmethod
@@ -67,8 +67,8 @@ class RowBands:
 
     def take(self, latents_1CTHW: torch.Tensor) -> torch.Tensor:
         """Return this rank's band of whole latents; later calls belong to a stream of their height."""
-        self._latent_height = latents_1CTHW.shape[3]
-        rows = self.rows(self._latent_height)
+        self.latent_height = latents_1CTHW.shape[3]
+        rows = self.rows(self.latent_height)
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class RowBands:
 
     def all_rows(self, x_R: torch.Tensor) -> torch.Tensor:
         """[R, ...] -> [H, ...]: every rank's latent rows."""
-        lengths = split_evenly(self._latent_height, self.size)
+        lengths = split_evenly(self.latent_height, self.size)
         padded = functional.pad(x_R, (0, 0) * (x_R.dim() - 1) + (0, lengths[0] - x_R.shape[0])).contiguous()
         rows = self.gathered(padded)
         if lengths[-1] == lengths[0]:
@@ -111,8 +111,8 @@ class RowBands:
     def join_frames(self, frames_TRWC: torch.Tensor) -> torch.Tensor | None:
         """uint8 frames of this band -> whole frames [T, H, W, C] on the first rank, None on the others."""
         frames, rows, width, channels = frames_TRWC.shape
-        factor = rows // len(self.rows(self._latent_height))
-        lengths = [factor * length for length in split_evenly(self._latent_height, self.size)]
+        factor = rows // len(self.rows(self.latent_height))
+        lengths = [factor * length for length in split_evenly(self.latent_height, self.size)]
         padded = functional.pad(frames_TRWC, (0, 0, 0, 0, 0, lengths[0] - rows)).contiguous()
         parts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
         dist.gather(padded, parts, group=self.group, group_dst=0)

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES
 from vllm_omni.model_executor.tensor_files import confined, open_tensors
@@ -91,7 +92,7 @@ class TextEncoder(nn.Module):
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        ids_1S = torch.tensor([self.prompts.tokenize(prompt)], device=own)
+        ids_1S = to_device(torch.tensor([self.prompts.tokenize(prompt)]), own)
         rows_SE = self.model(input_ids=ids_1S).last_hidden_state[0].to(target)
         self._remember(key, rows_SE)
         return rows_SE

@@ -93,8 +93,12 @@ class WithLayers(Role):
         # This step's work is queued: the device is busy while the host takes in earlier results.
         outputs.update(envelopes(ready))
         if self._after_launch(lambda: bool(outputs or self.chunk_end.ready(states))):
-            self.chunk_end.hand_out_ready(states, outputs)
-        return deliverable(states, outputs) if handed_on is None else handed_on
+            outputs.update(envelopes(self.chunk_end.ready(states)))
+        if handed_on is not None:
+            return handed_on
+        deliver = deliverable(states, outputs)
+        self.chunk_end.delivered(deliver)
+        return deliver
 
     def _before_launch(self, moves: bool) -> None:
         """moves: whether a request takes a step, as opposed to a batch that only fetches results."""
