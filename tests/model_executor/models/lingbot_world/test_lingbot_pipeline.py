@@ -116,6 +116,7 @@ def test_a_chunk_on_a_gpu_begins_without_waiting_for_it(checkpoint: Path) -> Non
             world.prepare_encode(request)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert request.num_steps > 0
 
 
 def test_frames_come_before_the_clean_pass_with_which_camera_terms_go(world: LingBotWorld) -> None:
