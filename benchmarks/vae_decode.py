@@ -23,7 +23,8 @@ from kernel_timing import milliseconds
 from torch.nn import functional
 
 from vllm_omni.model_executor.models.wan import stacked_frames
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes, fused_decoder
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
+from vllm_omni.model_executor.models.wan.fused_layers import Passes
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.stacked_frames import Activation
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig
@@ -264,11 +265,11 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
     """One layer's parts at each size, other ways to compute them beside the served one."""
     from vae_candidates import stack as a_frame_a_program
 
-    from vllm_omni.model_executor.models.wan import decoder_kernels
+    from vllm_omni.model_executor.models.wan import stack_kernels
 
     found: dict[str, Any] = {}
     dim = args.base_dim
-    served = decoder_kernels._BLOCK, decoder_kernels._WARPS
+    served = stack_kernels._BLOCK, stack_kernels._WARPS
     for channels, frames, scale in ((dim, 4, 1), (2 * dim, 4, 2), (4 * dim, 2, 4), (4 * dim, 1, 8)):
         height, width = args.height // scale, args.width // scale
 
@@ -279,17 +280,17 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
         residual, bias, gamma = torch.zeros_like(x), random(channels), random(channels)
         name = f"{channels} channels, {frames} frames"
         for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
-            decoder_kernels._BLOCK, decoder_kernels._WARPS = block, warps
+            stack_kernels._BLOCK, stack_kernels._WARPS = block, warps
             key = f"{name}: pass, block {block}, {warps} warps"
             found[key] = milliseconds(
-                lambda x=x, past=past, gamma=gamma: decoder_kernels.stack_frames(Activation(x), past, gamma=gamma)
+                lambda x=x, past=past, gamma=gamma: stack_kernels.stack_frames(Activation(x), past, gamma=gamma)
             )
             found[f"{key}, with sum"] = milliseconds(
-                lambda x=x, past=past, gamma=gamma, bias=bias, residual=residual: decoder_kernels.stack_frames(
+                lambda x=x, past=past, gamma=gamma, bias=bias, residual=residual: stack_kernels.stack_frames(
                     Activation(x, bias, residual), past, gamma=gamma, want_sum=True
                 )
             )
-        decoder_kernels._BLOCK, decoder_kernels._WARPS = served
+        stack_kernels._BLOCK, stack_kernels._WARPS = served
         found[f"{name}: pass, a program a frame"] = milliseconds(
             lambda x=x, past=past, gamma=gamma: a_frame_a_program(x, past[0], gamma=gamma)
         )

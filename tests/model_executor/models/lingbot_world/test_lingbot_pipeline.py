@@ -119,6 +119,14 @@ def test_a_chunk_on_a_gpu_begins_without_waiting_for_it(checkpoint: Path) -> Non
         assert request.num_steps > 0
 
 
+def test_a_prompt_is_encoded_behind_the_condition(world: LingBotWorld) -> None:
+    """So a GPU is at the VAE's large kernels while the host launches the text encoder's small ones."""
+    request = make_request(world, open_session(world), prompt="a beach")
+    world.prepare_encode(request)
+    stages = list(request.timer.milliseconds())
+    assert stages.index("condition") < stages.index("text")
+
+
 def test_frames_come_before_the_clean_pass_with_which_camera_terms_go(world: LingBotWorld) -> None:
     """They are the same frames as behind it."""
     session = open_session(world)

@@ -12,7 +12,8 @@ from vae_streams import decode_stream, plainly_fused, random_vae
 
 from vllm_omni.model_executor.layers.forward_graphs import Replay
 from vllm_omni.model_executor.models.wan.decoder_graphs import DecoderGraphs
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes, fused_decoder
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
+from vllm_omni.model_executor.models.wan.fused_layers import Passes
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.stacked_frames import add_up, stack_frames
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused decoder with its passes in plain torch (fp32, CPU) equals the plain decoder: frames, caches, cuts, bands.
 
-The passes as kernels: test_decoder_kernels.py.
+The passes as kernels: test_stack_kernels.py.
 """
 
 import pytest

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder
+from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder
+from vllm_omni.model_executor.models.wan.fused_layers import Passes
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.stacked_frames import add_up, stack_frames
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig
@@ -32,8 +34,8 @@ def decode_stream(vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]) 
 
 
 def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWanVAE:
-    """A decoder with random weights, under which frames differ from place to place."""
-    vae = StreamingWanVAE(VAEConfig(base_dim=base_dim), encoder=False, **options)
+    """A decoder, or what `options` say, with random weights, under which frames differ from place to place."""
+    vae = StreamingWanVAE(VAEConfig(base_dim=base_dim), **{"encoder": False, **options})
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6
@@ -45,3 +47,8 @@ def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWan
 def plainly_fused(decoder: Any, bands: RowBands | None) -> FusedDecoder:
     """The fused decoder with its passes in plain torch."""
     return FusedDecoder(decoder, bands, Passes(stack_frames, add_up))
+
+
+def plainly_fused_encoder(encoder: Any) -> FusedEncoder:
+    """The fused encoder with its passes in plain torch."""
+    return FusedEncoder(encoder, Passes(stack_frames, add_up))

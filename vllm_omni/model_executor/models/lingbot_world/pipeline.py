@@ -115,11 +115,12 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
             request.num_steps = 1  # the ranks with layers know
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
+        with request.timer.stage("condition"):
+            y, condition = self._condition(inputs.image, session, frames)
+        # Behind the condition: the encoder's many small kernels are launched while the device is at that.
         with request.timer.stage("text"):
             known = inputs.prompt == session.prompt and session.cross_kv is not None and request.same_adapters
             text = None if known else self.text_encoder.encode(inputs.prompt, device)
-        with request.timer.stage("condition"):
-            y, condition = self._condition(inputs.image, session, frames)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
         request.state = Chunk(

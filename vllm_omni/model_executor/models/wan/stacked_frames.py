@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes between the convolutions of a fused Wan decoder, in plain torch: the reference of `decoder_kernels.py`.
+"""The passes between the convolutions of a fused Wan decoder, in plain torch: the reference of `stack_kernels.py`.
 
 A causal convolution over three frames is a 2-D one over their channels side by side. So the pass before it adds the
 bias and residual that the layer before has left, normalises, applies SiLU, and writes each frame beside its two

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ from torch._dynamo.exc import TorchDynamoException
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
 from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
+from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fused_encoder
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
 from vllm_omni.outputs import empty_result
@@ -43,8 +44,8 @@ Rounding = Literal["round", "truncate"]
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
 """(x, feat_cache, feat_idx) -> x, as diffusers' encoder and decoder; replaces the features of `feat_cache` in place."""
-LatentDecoder = Callable[[torch.Tensor, list[Any] | None, tuple[Shape, ...]], tuple[torch.Tensor, list[Any]]]
-"""(x of one latent frame, features, shapes of a stream's features) -> (frames, features), as `_step`."""
+LatentNetwork = Callable[[torch.Tensor, list[Any] | None, tuple[Shape, ...]], tuple[torch.Tensor, list[Any]]]
+"""(x of one latent frame, features, shapes of a stream's features) -> (the other side's, features), as `_step`."""
 _COMPILE_ATTEMPTS = 2
 """For one shape."""
 
@@ -115,13 +116,13 @@ class StreamingWanVAE(nn.Module):
     """Encoder and/or decoder of a Wan 2.1 VAE driven with an explicit cache; parameter names are diffusers'.
 
     dtype: of weights, activations and caches (float32 or bfloat16). Latents are normalised and float32 at both doors.
-    In half precision on CUDA with Triton the decoder is fused (`FusedDecoder`), with the same weights and caches;
-    `compiled` and `frames_per_call` are for where it is not.
+    In half precision on CUDA with Triton both are fused (`FusedEncoder`, `FusedDecoder`), with the same weights and
+    caches; `compiled` and `frames_per_call` are for a decoder that is not.
     compiled: fuse the decoder with torch.compile (all but a stream's first latent, which has its own control flow).
     frames_per_call: how many of a latent frame's 4 video frames go through the decoder's two largest levels at a time;
     None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
     bands: this rank decodes its band of rows only, together with the other ranks (`split_decode`); None = all rows.
-    fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None for the plain one.
+    fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None for the plain one. fuse_encoder: likewise.
     Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`cpu_layers`).
     """
 
@@ -139,6 +140,7 @@ class StreamingWanVAE(nn.Module):
         frames_per_call: int | None = None,
         bands: RowBands | None = None,
         fuse: Callable[[Any, RowBands | None], FusedDecoder | None] = fused_decoder,
+        fuse_encoder: Callable[[Any], FusedEncoder | None] = fused_encoder,
     ) -> None:
         super().__init__()
         self.config = config
@@ -173,8 +175,11 @@ class StreamingWanVAE(nn.Module):
         self.eval()
         _channels_last_on_cuda(self)
         use_cpu_layers(self)
+        self._encode_latent: LatentNetwork | None = None
+        if encoder:
+            self._encode_latent = fuse_encoder(self.encoder) or partial(_step, self.encoder)
         self._fused: FusedDecoder | None = fuse(self.decoder, bands) if decoder else None
-        self._decode_latent: LatentDecoder | None = self._fused
+        self._decode_latent: LatentNetwork | None = self._fused
         if decoder and self._fused is None:
             self._decode_latent = _plain_decoder(self.decoder, compiled, frames_per_call)
         self.register_load_state_dict_post_hook(lambda vae, _: vae.forget())
@@ -219,11 +224,12 @@ class StreamingWanVAE(nn.Module):
                 f"height and width must be multiples of {self.config.spatial_factor}, got {height} x {width}"
             )
         shapes = _cache_shapes(self.config, "encoder", height, width)
+        assert self._encode_latent is not None, "this VAE was built without an encoder"
         features = None if cache is None else list(cache.features)
         pixels_1CTHW = pixels_1CTHW.to(self.dtype)
         latents = []
         for piece in pixels_1CTHW.split([first] * first + [group] * ((frames - first) // group), dim=2):
-            moments, features = _step(self.encoder, piece, features, shapes)
+            moments, features = self._encode_latent(piece, features, shapes)
             latents.append(self.quant_conv(moments)[:, : self.config.z_dim].float())
         assert features is not None
         return (torch.cat(latents, dim=2) - self.latents_mean) / self.latents_std, VAECache(tuple(features))
@@ -313,7 +319,7 @@ def _step(
     return out_1CTHW, [_pad_first(feature, shape, x_1CTHW) for feature, shape in zip(first, shapes, strict=True)]
 
 
-def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentDecoder:
+def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentNetwork:
     """Diffusers' layers; a stream's first latent has its own control flow."""
     later = _later_latents(decoder, compiled, frames_per_call)
 

@@ -10,7 +10,9 @@ from helpers.triton_interpreter import interpret
 from vae_streams import random_vae
 
 from vllm_omni.model_executor.models.wan import stacked_frames
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder
+from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder
+from vllm_omni.model_executor.models.wan.fused_layers import Passes
 from vllm_omni.model_executor.models.wan.stacked_frames import Activation
 
 CASES: list[dict[str, Any]] = [
@@ -85,13 +87,30 @@ def check_decoder(kernels: Any) -> None:
             torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
 
 
+def check_encoder(kernels: Any) -> None:
+    """A stream's first two latents through a small encoder."""
+
+    def fuse(encoder: Any) -> FusedEncoder:
+        return FusedEncoder(encoder, Passes(kernels.stack_frames, kernels.add_up))
+
+    pixels = torch.randn(1, 3, 5, 16, 24, generator=torch.Generator().manual_seed(1))
+    plain = random_vae(encoder=True, decoder=False)
+    fused = random_vae(encoder=True, decoder=False, fuse_encoder=fuse)
+    expected, expected_cache = plain.encode(pixels, None)
+    latents, cache = fused.encode(pixels, None)
+    torch.testing.assert_close(latents, expected, atol=1e-4, rtol=1e-4)
+    for feature, wanted in zip(cache.features, expected_cache.features, strict=True):
+        torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
+
+
 @torch.inference_mode()
 def interpreted(rank: int) -> None:
-    from vllm_omni.model_executor.models.wan import decoder_kernels
+    from vllm_omni.model_executor.models.wan import stack_kernels
 
     for case in CASES:
-        check_pass(decoder_kernels, case, torch.float32, "cpu")
-    check_decoder(decoder_kernels)
+        check_pass(stack_kernels, case, torch.float32, "cpu")
+    check_decoder(stack_kernels)
+    check_encoder(stack_kernels)
 
 
 def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
@@ -102,7 +121,7 @@ def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernel_equals_plain_torch_on_a_gpu(dtype: torch.dtype) -> None:
-    from vllm_omni.model_executor.models.wan import decoder_kernels
+    from vllm_omni.model_executor.models.wan import stack_kernels
 
     for case in CASES:
-        check_pass(decoder_kernels, case, dtype, "cuda")
+        check_pass(stack_kernels, case, dtype, "cuda")

@@ -2,7 +2,7 @@
 """`stacked_frames.stack_frames` and `add_up` as one Triton pass over memory. Import it where Triton is (`HAS_TRITON`).
 
 A program takes some pixels through all frames of a stream, so that a pixel's three frames are written at once.
-Held by tests/model_executor/models/wan/test_decoder_kernels.py, on a CPU with Triton's interpreter.
+Held by tests/model_executor/models/wan/test_stack_kernels.py, on a CPU with Triton's interpreter.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, P = H W, C channels; all tensors are contiguous

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Wan VAE's encode of a start image as it is served (`StreamingWanVAE`), alone on one GPU: checked, then timed.
+
+    python benchmarks/vae_encode.py
+    python benchmarks/vae_encode.py --height 24 --width 40 --base-dim 4    # the checks, on a CPU
+
+Random weights, bf16, 480x832: the image and eight grey frames, the three latents of a world's first chunk. The fused
+encoder's error against fp32 beside the plain one's, the medians of both, and the kernels of the fused one. Ends with
+status 1 if its error is more than 1.2 times the plain one's.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from common import add_output_arguments, save
+from kernel_timing import milliseconds
+from vae_decode import DEVICE, DTYPE, kernels, relative
+
+from vllm_omni.model_executor.models.wan import stacked_frames
+from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fused_encoder
+from vllm_omni.model_executor.models.wan.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
+
+
+def fuse(encoder: Any) -> FusedEncoder | None:
+    if DEVICE == "cuda":
+        return fused_encoder(encoder)
+    return FusedEncoder(encoder, Passes(stacked_frames.stack_frames, stacked_frames.add_up))
+
+
+def build(base_dim: int, dtype: torch.dtype = DTYPE, *, fused: bool = False) -> StreamingWanVAE:
+    """An encoder whose random weights depend on `base_dim` alone."""
+    with torch.device(DEVICE):
+        vae = StreamingWanVAE(
+            VAEConfig(base_dim=base_dim), decoder=False, dtype=dtype, fuse_encoder=fuse if fused else lambda _: None
+        )
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in vae.named_parameters():
+        scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.3
+        values = torch.randn(parameter.shape, generator=generator) * scale + ("gamma" in name)
+        parameter.data.copy_(values.to(DTYPE))
+    return vae
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--base-dim", type=int, default=96)
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    frames = torch.zeros(1, 3, 9, args.height, args.width)
+    frames[:, :, 0] = torch.rand(3, args.height, args.width, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    frames = frames.to(DEVICE)
+    result: dict[str, Any] = {}
+    with torch.inference_mode():
+        exact = build(args.base_dim, torch.float32).encode(frames, None)[0]
+        for name, fused in (("plain", False), ("fused", True)):
+            vae = build(args.base_dim, fused=fused)
+            result[f"{name}_error"] = relative(vae.encode(frames, None)[0], exact)
+            if DEVICE == "cuda":
+                result[f"{name}_ms"] = milliseconds(lambda vae=vae: vae.encode(frames, None))
+        if DEVICE == "cuda":
+            result["fused_kernels_ms"] = kernels(lambda: vae.encode(frames, None))
+    save("vae_encode", {"result": result}, args)
+    sys.exit(result["fused_error"] > 1.2 * result["plain_error"] + 1e-5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Wan encoder for a GPU, in few passes over memory, as `fused_decoder.py` is a decoder.
+
+Of the parts in `fused_layers.py`. A latent frame at a time, so a stream cut anywhere equals one call over the
+whole clip bit for bit. `fused_encoder` says where it is used.
+Held by tests/model_executor/models/wan/test_fused_encoder.py.
+"""
+
+# B streams, T frames, C channels, H rows, W columns
+
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanResidualBlock
+
+from vllm_omni.model_executor.models.wan.fused_layers import (
+    FramesPass,
+    FusedLayers,
+    Passes,
+    by_streams,
+    fastest_passes,
+    rows_last,
+    zero_features,
+)
+from vllm_omni.model_executor.models.wan.stacked_frames import Activation
+
+
+def fused_encoder(encoder: Any) -> "FusedEncoder | None":
+    """The fused form of a built `WanEncoder3d`, or None where `fastest_passes` has none."""
+    passes = fastest_passes(encoder.conv_in.weight)
+    return None if passes is None else FusedEncoder(encoder, passes)
+
+
+class FusedEncoder(FusedLayers):
+    """Encodes frames by the layers of a `WanEncoder3d`, whose weights it lays out for its convolutions."""
+
+    def __init__(self, encoder: Any, passes: Passes) -> None:
+        last_level = encoder.down_blocks[-encoder.num_res_blocks :]
+        super().__init__(encoder, [encoder.conv_in, last_level, encoder.mid_block, encoder.conv_out], None, passes)
+        self.encoder = encoder
+
+    def __call__(
+        self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Encode the frames of one latent frame of streams.
+
+        x_BCTHW: T = 4 (1 at a start). features: their feature cache, replaced in place; None starts streams. shapes: of
+        a stream's features. Returns moments [B, 32, 1, H/8, W/8] and the features.
+        """
+        first = features is None
+        if features is None:
+            features = list(zero_features(x_BCTHW, shapes))
+        return _LatentPass(self, features, len(x_BCTHW), first).encode(x_BCTHW), features
+
+
+class _LatentPass(FramesPass):
+    """The frames of one latent frame on their way through the encoder. first: of their stream."""
+
+    def __init__(self, whole: FusedEncoder, features: list[Any], streams: int, first: bool) -> None:
+        super().__init__(whole, features, streams)
+        self.whole, self.first = whole, first
+
+    def encode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
+        encoder = self.whole.encoder
+        at = self.convolve(encoder.conv_in, Activation(rows_last(x_BCTHW)))
+        for layer in encoder.down_blocks:
+            at = self.residual(layer, at) if isinstance(layer, WanResidualBlock) else self._downsample(layer, at)
+        at = self.middle(encoder.mid_block, at)
+        at = self.convolve(encoder.conv_out, at, gamma=encoder.norm_out.gamma.flatten())
+        return by_streams(self.whole.passes.add_up(at), self.streams)
+
+    def _downsample(self, layer: WanResample, at: Activation) -> Activation:
+        """The layers as they are: the cells of their convolutions do not overlap, so they move little memory."""
+        x_NCHW = self.whole.passes.add_up(at).permute(0, 3, 1, 2)
+        x_NHWC = layer.resample(x_NCHW).permute(0, 2, 3, 1)
+        if layer.mode == "downsample3d":
+            x_BCTHW = by_streams(x_NHWC, self.streams)
+            past_BCTHW = self.features[self.index]
+            self.keep(x_BCTHW[:, :, -1:].clone(memory_format=torch.channels_last_3d))
+            if not self.first:  # a stream's first frame is a latent frame of its own
+                x_BCTHW = layer.time_conv(torch.cat((past_BCTHW, x_BCTHW), dim=2))
+            return Activation(rows_last(x_BCTHW))
+        return Activation(x_NHWC.contiguous())
