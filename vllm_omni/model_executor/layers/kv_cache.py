@@ -77,7 +77,6 @@ class KVWindow:
         self._rings = rings if num_layers else None
         sizes = torch.Size(shape), storage or dtype, torch.device(device), dtype
         self._ring = new_ring() if self._rings is None else self._rings.take(sizes, new_ring)
-        self._seen: tuple[int, torch.Tensor] | None = None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -184,7 +183,7 @@ class KVWindow:
         span = self._span(frames)
         if span is not None:
             return self.buffer[layer, :, span], None
-        return self.buffer[layer], self._seen_tokens(frames.stop)
+        return self.buffer[layer], self._positions(self._seen_slots(frames.stop))
 
     def _span(self, frames: range) -> slice | None:
         """Return where the tokens that chunk `frames` sees lie, or None if that is no slice."""
@@ -202,15 +201,14 @@ class KVWindow:
         """The tensors that `write` and `attend` read and write in place."""
         return self._ring.places
 
-    def graph_key(self, frames: range) -> Hashable | None:
-        """Return all that `write` and `attend` of chunk `frames` do to `places`, but for numbers on the device.
-
-        None: this does not come again, since an index made for this chunk alone is read.
-        """
+    def graph_key(self, frames: range) -> Hashable:
+        """Return all that `write` and `attend` of chunk `frames` do to `places`, but for numbers on the device."""
         span = self._span(frames)
-        if span is None:
-            return None
-        return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
+        if span is not None:
+            return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
+        slots = self._seen_slots(frames.stop)
+        self._positions(slots)  # a capture could not copy them from the host
+        return tuple(self._runs(frames)), slots, frames.start == 0
 
     def graph_kind(self, frames: range) -> Hashable:
         """Equal for chunks that `write` and `attend` with the same kernels, if at other slots."""
@@ -262,14 +260,13 @@ class KVWindow:
     def to(self, device: torch.device | str) -> None:
         self.format.to(device)
         self._ring = Ring(self.buffer.to(device), self.format)
-        self._rings = self._seen = None  # no graph knows this memory
+        self._rings = None  # no graph knows this memory
 
     def close(self) -> None:
         """Give the memory back; idempotent."""
         if self._rings is not None and self.buffer.numel():
             self._rings.give(self._ring)
         self._ring = Ring(self.buffer.new_empty(0), self.format)
-        self._seen = None
 
     def _runs(self, frames: range) -> list[tuple[int, int, int]]:
         """Return (frame offset in the chunk, first slot, frames) for each stretch of consecutive slots."""
@@ -297,18 +294,23 @@ class KVWindow:
         starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
         return to_device((starts + torch.arange(size)).flatten(), self.buffer.device)
 
-    def _seen_tokens(self, end_frame: int) -> torch.Tensor:
-        """Return positions of the visible tokens where that is no plain slice; kept for one chunk.
+    def _seen_slots(self, end_frame: int) -> tuple[int, ...]:
+        """Return the slots that a chunk ending at `end_frame` sees, where their tokens are no plain slice.
 
         Oldest first; in a ring with spare frames as in one without.
         """
-        if self._seen is None or self._seen[0] != end_frame:
-            frames, limit = self.visible_frames(end_frame), self.max_attention_tokens
-            if self.spare_frames and limit is None:
-                frames.sort(key=self._slot_without_spares)
-            order = self.token_positions([self.slot(frame) for frame in frames])
-            self._seen = (end_frame, order if limit is None else order[-limit:])
-        return self._seen[1]
+        frames = self.visible_frames(end_frame)
+        if self.spare_frames and self.max_attention_tokens is None:
+            frames.sort(key=self._slot_without_spares)
+        return tuple(self.slot(frame) for frame in frames)
+
+    def _positions(self, slots: tuple[int, ...]) -> torch.Tensor:
+        """`token_positions` of these slots, the last `max_attention_tokens` of them; made once for the ring."""
+        limit, orders = self.max_attention_tokens, self._ring.orders
+        if (slots, limit) not in orders:
+            order = self.token_positions(list(slots))
+            orders[slots, limit] = order if limit is None else order[-limit:]
+        return orders[slots, limit]
 
 
 def kv_window_nbytes(

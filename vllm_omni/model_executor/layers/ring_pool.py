@@ -10,7 +10,7 @@ sessions need. Held by tests/model_executor/layers/test_ring_pool.py.
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,10 +21,14 @@ if TYPE_CHECKING:  # options are checked without importing vLLM, which kernels o
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """A window's memory. buffer: its keys and values, as `format` stores them."""
+    """A window's memory. buffer: its keys and values, as `format` stores them.
+
+    orders: positions of tokens in the buffer, by what they depend on; as long as the ring, so graphs may read them.
+    """
 
     buffer: torch.Tensor
     format: "KVFormat"
+    orders: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -104,3 +104,14 @@ def test_an_abandoned_chunk_leaves_no_trace() -> None:
             for one in (cache, fork):
                 write(one, step, plan.frames(5))
             assert seen(fork, step, plan.frames(5)) == seen(cache, step, plan.frames(5))
+
+
+def test_a_capture_finds_positions_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a ring with spare frames: a graph could not repeat their copy from the host. They are kept with the ring."""
+    window, frames = make_window(4, 1, spare=2), range(6, 8)
+    window.write(0, frames, torch.ones(2, 1, 1), torch.ones(2, 1, 1))
+    assert window.graph_key(frames) != window.graph_key(range(8, 10)), "other slots"
+    expected = window.visible(0, frames)[0]
+    monkeypatch.setattr(window, "token_positions", lambda slots: pytest.fail("they are made again"))
+    assert torch.equal(window.visible(0, frames)[0], expected)
+    assert window.graph_key(frames) == window.graph_key(range(36, 38)), "some turns of the ring later"

@@ -31,6 +31,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
         0,
     ),
     "noise-matched": ({"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"}, 3 * 4, 1),
+    "spare frames": (
+        {"window_frames": 6, "sink_frames": 0, "cache": "noise_matched", "serving": {"chunks_in_flight": 3}},
+        6 * 3 + 3,
+        2,
+    ),
 }
 """Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x kinds of pass), and how
 many of them the first stream does not make: of passes that come but once in it, and are the first of their kind."""

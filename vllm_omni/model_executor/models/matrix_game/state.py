@@ -50,9 +50,8 @@ class ActionWindows(WindowSet):
     def rounded_ahead(self, frames: range) -> KVWindow | None:
         return self["trunk"].rounded_ahead(frames)
 
-    def graph_key(self, frames: range) -> Hashable | None:
-        keys = tuple(window.graph_key(frames) for window in self.windows)
-        return None if None in keys else keys
+    def graph_key(self, frames: range) -> Hashable:
+        return tuple(window.graph_key(frames) for window in self.windows)
 
     def graph_kind(self, frames: range) -> Hashable:
         return tuple(window.graph_kind(frames) for window in self.windows)

@@ -39,13 +39,13 @@ class GraphView(KVView, Protocol):
     """A window whose forwards may come by graph.
 
     places: the tensors that both calls read and write in place. graph_key: all that both do to them but for numbers on
-    the device; None = it does not come again. graph_kind: equal where the same kernels run, at other slots.
+    the device. graph_kind: equal where the same kernels run, at other slots.
     """
 
     @property
     def places(self) -> tuple[torch.Tensor, ...]: ...
 
-    def graph_key(self, frames: range) -> Hashable | None: ...
+    def graph_key(self, frames: range) -> Hashable: ...
 
     def graph_kind(self, frames: range) -> Hashable: ...
 
@@ -125,8 +125,7 @@ class ChunkTransformer(WanTransformer[Config]):
         times = [self._time(row.timestep) for row in rows]
         time_BD = stack([time for time, _ in times])
         time_B6D = stack([modulation for _, modulation in times])
-        key = None if self.graphs is None else _graph_key(rows)
-        if self.graphs is None or key is None:
+        if self.graphs is None:
             return self._predict(rows, hidden_BTD, time_BD, time_B6D, kv_only)
         inputs = {"time": time_BD, "modulation": time_B6D}
         if hidden_BTD is not None:
@@ -145,7 +144,7 @@ class ChunkTransformer(WanTransformer[Config]):
         if len(rows) == 1:
             kind = rows[0].window.graph_kind(rows[0].frames), addresses_key()
         return self.graphs(
-            (kv_only, key, addresses_key()),
+            (kv_only, tuple(row.window.graph_key(row.frames) for row in rows), addresses_key()),
             inputs,
             predict,
             places=[place for row in rows for place in row.window.places],
@@ -221,9 +220,3 @@ class ImageTransformer(ChunkTransformer[Config]):
         """The 36 input channels: noisy latents, then mask and condition."""
         assert row.condition is not None, "the first stage needs the condition"
         return torch.cat((row.latents, row.condition.to(row.latents)))
-
-
-def _graph_key(rows: Sequence[Any]) -> Hashable | None:
-    """All that a forward of `rows` does in their windows; None = it does not come again."""
-    keys = tuple(row.window.graph_key(row.frames) for row in rows)
-    return None if None in keys else keys
