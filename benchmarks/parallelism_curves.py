@@ -125,7 +125,7 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "matched2_temporal2_ulysses2, CUDA graphs"): (
         "temporal 2 x Ulysses 2, two steps",
-        "a step takes {this.a_pass:.0f} ms: with chunks in flight no graph launches full windows; the decode "
+        "a step takes {this.a_pass:.0f} ms: with chunks in flight no graph launched full windows; the decode "
         "takes {this.decode:.0f}",
     ),
     ("causal Wan 1.3B", "pp2_2_sessions, CUDA graphs"): (
@@ -158,7 +158,7 @@ _WHY = {
     ("causal Wan 1.3B", "matched2_vae_stage, CUDA graphs"): (
         "1 GPU + VAE, two steps, CUDA graphs",
         "two passes of {this.a_pass:.0f} ms on one GPU, a decode of {this.decode:.0f} of {this.each_chunk:.0f} ms on "
-        "the other: neither explains the chunk; older code was faster that day, why is not known",
+        "the other, and a host that launches full windows kernel by kernel, more slowly than the GPU runs them",
     ),
     ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
     ("causal Wan 14B", "pp2_ulysses2_2_sessions, CUDA graphs"): (

@@ -123,6 +123,7 @@ ROWS = {
     "matched4_pp4_4_chunks": Row(stages=4, matched_steps=4, chunks_in_flight=4),
     "matched4_temporal4": Row(stages=4, matched_steps=4, chunks_in_flight=4, temporal=True),
     "matched2_vae_stage": Row(stages=2, vae_stage=True, matched_steps=2, chunks_in_flight=2),
+    "matched2_vae_stage_3_chunks": Row(stages=2, vae_stage=True, matched_steps=2, chunks_in_flight=3),
     "matched2_temporal2_vae_stage": Row(stages=3, vae_stage=True, matched_steps=2, chunks_in_flight=2, temporal=True),
     "matched3_temporal3_vae_stage": Row(stages=4, vae_stage=True, matched_steps=3, chunks_in_flight=3, temporal=True),
     "matched4_pp3_vae_stage": Row(stages=4, vae_stage=True, matched_steps=4, chunks_in_flight=4),

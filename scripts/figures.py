@@ -16,7 +16,7 @@ A table, list or paragraph with measured figures is followed by a comment that n
 First names for places in files of benchmarks/results/, then a line for each row, item or paragraph above: an expression
 for each of its numbers, in their order. A number that was not measured is `setting`, `target` or `computed`; a line
 `-` says that the whole row states nothing measured. In expressions there are places, arithmetic, `GiB`, `MiB` and
-`max`, `min`, `median`, `len`.
+`max`, `min`, `median`, `sum`, `len`.
 
 Rounding: a figure is its source rounded to as many decimal places as it shows; a source that lies half-way may go
 either way. Not read as figures: code, link targets, names such as H200, 480x832 or 1.3B, the first column of a table
@@ -43,7 +43,7 @@ NOT_RESULTS = {"GPUs", "command", "sessions", "split", "streams", "target"}
 
 NOT_MEASURED = {"setting", "target", "computed"}
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
-FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "median": statistics.median, "len": len}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "median": statistics.median, "sum": sum, "len": len}
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
