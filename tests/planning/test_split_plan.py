@@ -48,7 +48,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_measured_runs_are_predicted() -> None:
-    """Half of chunk intervals within 8 %, all but one within 20; memory 8; half of first frames within 15, but one 45."""
+    """Half of chunk intervals within 8 %, all but one within 20; memory 8; half of first frames 15, all but one 45."""
     rows = plan_errors.rows()
     one_session, several = "pipeline_parallel_causal_wan_1_3b_no_options", "pipeline_parallel_causal_wan_1_3b"
     assert {row.run for row in rows} >= {
