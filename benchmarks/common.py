@@ -195,7 +195,10 @@ async def run_chunks(
 
 
 def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
-    """A session's steady state: medians over the chunks after the first `warm_chunks`."""
+    """A session's steady state: medians over the chunks after the first `warm_chunks`.
+
+    And the mean interval, which several chunks in flight are judged by: their results may come in bursts.
+    """
     records, steady = run.records, run.records[warm_chunks:]
     gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][warm_chunks - 1 :]
     interval_ms = statistics.median(gaps_ms)
@@ -207,6 +210,7 @@ def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
         "frames_per_chunk": steady[0]["frames"],
         "time_to_first_frame_ms": run.time_to_first_frame_ms,
         "chunk_interval_ms": round(interval_ms, 1),
+        "chunk_interval_ms_mean": round(statistics.mean(gaps_ms), 1),
         "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
         "stages_ms": {name: round(value, 2) for name, value in stages.items()},
         "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=False)],
