@@ -49,16 +49,17 @@ def fastest_passes(weight: torch.Tensor) -> Passes | None:
 class FusedLayers:
     """Lays the weights of a network's convolutions over three frames out in place, and convolves with them.
 
-    at_latent_size: parts whose convolutions see one frame of latent size at a time, where cuDNN's 3-D one is faster.
+    in_three_dimensions: parts whose convolutions stay 3-D, since cuDNN's is the faster one there: they see one frame of
+    latent size at a time, or few channels.
     """
 
     def __init__(
-        self, network: nn.Module, at_latent_size: Iterable[nn.Module], bands: RowBands | None, passes: Passes
+        self, network: nn.Module, in_three_dimensions: Iterable[nn.Module], bands: RowBands | None, passes: Passes
     ) -> None:
         self.bands, self.passes = bands, passes
-        small = (layer for part in at_latent_size for layer in part.modules())
+        solid = (layer for part in in_three_dimensions for layer in part.modules())
         self._in_three_dimensions = {
-            id(layer) for layer in small if isinstance(layer, WanCausalConv3d) and layer.kernel_size == (3, 3, 3)
+            id(layer) for layer in solid if isinstance(layer, WanCausalConv3d) and layer.kernel_size == (3, 3, 3)
         }
         for layer in network.modules():
             if isinstance(layer, WanCausalConv3d) and self.lies_side_by_side(layer):
@@ -113,7 +114,7 @@ class FramesPass:
         self.index += 1
 
     def convolve(self, layer: WanCausalConv3d, at: Activation, **more: Any) -> Activation:
-        """The first or last convolution of a level of latent size, whose input is stacked first."""
+        """`layer` behind its pass, of which only the convolution's input is wanted."""
         frames, _ = self.stacked(layer, at, **more)
         return Activation(self.layers.convolve(layer, frames, self.streams), layer.bias)
 
