@@ -9,8 +9,9 @@ chunk's time runs from that moment until it is there, so a server that stands st
 delays. First they are alone, then beside each attack of `realtime_attackers.py` in turn; `/health` is asked for all the
 time. `program` is no attack: it only computes, as attackers do besides. Added latency is a chunk's time less the median
 of those before the attacks: in the quiet time it is the noise of the machine and of the engine. Attackers take what
-processor time the others leave (`nice`): they would be other machines. `other_load` is how many cores other programs of
-the machine used meanwhile.
+processor time the others leave (`nice`): they would be other machines. With `--apart` the server has the first core to
+itself, and everything else the others, so that only what an attack costs the server is felt. `other_load` is how many
+cores other programs of the machine used meanwhile.
 """
 
 import argparse
@@ -211,6 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each attack, and before them (default: 30)")
     parser.add_argument("--warm-up-s", type=float, default=10.0)
+    parser.add_argument("--apart", action="store_true", help="the server on the first core, everything else on others")
     add_output_arguments(parser)
     return parser
 
@@ -220,14 +222,21 @@ def main() -> None:
 
     args = make_parser().parse_args()
     load_before = os.getloadavg()
+    first, *others = sorted(os.sched_getaffinity(0))
+    if args.apart:
+        os.sched_setaffinity(0, {first})  # which the server takes over
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(first)
     with tempfile.TemporaryDirectory() as folder:
         port, log = demo.free_port(0), Path(folder) / "server.log"
         with demo.server(args.model, port, args.height, args.width, log, extra=["--enforce-eager"]) as process:
             demo.wait_until_healthy(process, 300, Console(stderr=True))
+            if args.apart:
+                os.sched_setaffinity(0, others)
             rows = asyncio.run(Neighbourhood(port, args).measure())
             log_text = log.read_text(errors="replace")
     tracebacks = log_text.count("Traceback (most recent call last)")
-    result = {"load_average_before": load_before, "target_ms": TARGET_MS, "tracebacks_in_log": tracebacks, "rows": rows}
+    result = {"load_average_before": load_before, "apart": args.apart, "target_ms": TARGET_MS}
+    result |= {"tracebacks_in_log": tracebacks, "rows": rows}
     save("served_attacks", result, args)
 
 
