@@ -3,7 +3,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.ports import port_for_a_server
 
 from vllm_omni.exit_codes import ENGINE_DIED
 
@@ -66,8 +66,7 @@ class Serving:
     """The server and its engine, two processes that sleep; whether it is dead depends on the first alone."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = port_for_a_server()
         self.engine, self.worker = (subprocess.Popen(["sleep", "120"]) for _ in range(2))
         command = [sys.executable, "-c", SERVER, str(port), str(self.engine.pid), str(self.worker.pid)]
         root = Path(__file__).parents[2]

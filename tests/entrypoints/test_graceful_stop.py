@@ -3,7 +3,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
+from helpers.ports import port_for_a_server
 
 SERVER = """
 import asyncio, contextlib, sys
@@ -49,8 +49,7 @@ class Stopping:
     """A server whose requests take `work_s`, whose doors take `finish_s` to finish, within `timeout_s`."""
 
     def __init__(self, work_s: float, finish_s: float, timeout_s: float) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = port_for_a_server()
         command = [sys.executable, "-c", SERVER, *map(str, (self.port, work_s, finish_s, timeout_s))]
         self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
         while self.call("/health")[0] != 200:

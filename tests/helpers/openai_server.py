@@ -4,7 +4,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from helpers.ports import port_for_a_server
 from openai import OpenAI
 
 KEY = "a-key-for-tests"
@@ -65,8 +65,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
 def serve(
     model: Path, log: Path, flags: Sequence[str] = (), omni: dict[str, Any] | None = None, **environ: str
 ) -> Iterator[Served]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = port_for_a_server()
     config = {"omni": {"height": HEIGHT, "width": WIDTH, "max_sessions": 3, **(omni or {})}}
     command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, "--served-model-name", "null"]

@@ -3,7 +3,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 from helpers.fake_engine import Client
+from helpers.ports import port_for_a_server
 from websockets.sync.client import connect
 
 KEY = "a-key-for-tests"
@@ -32,8 +32,7 @@ class Served:
     """
 
     def __init__(self, model: Path, folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = port_for_a_server()
         self._log = folder / f"server-{self.port}.log"
         omni = msgspec.json.encode({"omni": SIZES}).decode()
         command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni"]

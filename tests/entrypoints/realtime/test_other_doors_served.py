@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """On the realtime doors' server: a world's video over the OpenAI route, and a session through `vllm-omni router`."""
 
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -11,6 +10,7 @@ import numpy as np
 import openai
 import pytest
 from helpers.fake_engine import Client, infer, wait_until
+from helpers.ports import port_for_a_server
 from helpers.served import AUTHORIZED, HEIGHT, KEY, WIDTH, Served
 from websockets.sync.client import connect
 
@@ -31,8 +31,7 @@ def test_a_world_makes_a_video(served: Served) -> None:
 @pytest.fixture
 def routed_port(served: Served) -> Iterator[int]:
     """`vllm-omni router` before the one server."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = port_for_a_server()
     command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "router", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--backend", f"http://127.0.0.1:{served.port}", "--check-interval-s", "0.2"]
     router = subprocess.Popen(command)

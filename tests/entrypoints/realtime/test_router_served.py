@@ -6,7 +6,6 @@ First two `vllm serve` processes behind `vllm-omni router`: a dead rank takes it
 """
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from helpers.fake_engine import LATER, Client, close_code, infer, wait_until
+from helpers.ports import port_for_a_server
 from helpers.served import AUTHORIZED, MAX_SESSIONS, Served
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -67,8 +67,7 @@ class Routed:
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
         self.servers = [Served(model, folder, environ=NO_BINDING) for _ in range(2)]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = port_for_a_server()
         command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "router", "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--check-interval-s", "0.2"]
         for server in self.servers:
