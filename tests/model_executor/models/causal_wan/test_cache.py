@@ -108,10 +108,11 @@ def test_an_abandoned_chunk_leaves_no_trace() -> None:
 
 def test_a_capture_finds_positions_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a ring with spare frames: a graph could not repeat their copy from the host. They are kept with the ring."""
-    window, frames = make_window(4, 1, spare=2), range(6, 8)
-    window.write(0, frames, torch.ones(2, 1, 1), torch.ones(2, 1, 1))
+    (expected, window), frames = (make_window(4, 1, spare=2) for _ in range(2)), range(6, 8)
+    for each in (expected, window):
+        each.write(0, frames, torch.ones(2, 1, 1), torch.ones(2, 1, 1))
     assert window.graph_key(frames) != window.graph_key(range(8, 10)), "other slots"
-    expected = window.visible(0, frames)[0]
-    monkeypatch.setattr(window, "token_positions", lambda slots: pytest.fail("they are made again"))
-    assert torch.equal(window.visible(0, frames)[0], expected)
+    assert window.graph_key(frames) != window.graph_key(range(16, 18)), "the same slots, seen in another order"
+    monkeypatch.setattr(window, "token_positions", lambda slots: pytest.fail("they are made behind the key"))
+    assert torch.equal(window.visible(0, frames)[0], expected.visible(0, frames)[0])
     assert window.graph_key(frames) == window.graph_key(range(36, 38)), "some turns of the ring later"
