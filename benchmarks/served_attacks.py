@@ -220,9 +220,12 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     from rich.console import Console
 
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     load_before = os.getloadavg()
     first, *others = sorted(os.sched_getaffinity(0))
+    if args.apart and not others:
+        parser.error("--apart needs two cores")
     if args.apart:
         os.sched_setaffinity(0, {first})  # which the server takes over
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(first)

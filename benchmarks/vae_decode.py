@@ -67,6 +67,11 @@ def build(
             fuse=fuse if fused else lambda *_: None,
             **options,
         )
+    return with_random_weights(vae)
+
+
+def with_random_weights(vae: StreamingWanVAE) -> StreamingWanVAE:
+    """The same numbers whatever the type of its weights: rounded to `DTYPE`."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.3

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from common import add_output_arguments, save
 from kernel_timing import milliseconds
-from vae_decode import DEVICE, DTYPE, kernels, relative
+from vae_decode import DEVICE, DTYPE, kernels, relative, with_random_weights
 
 from vllm_omni.model_executor.models.wan import stacked_frames
 from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fused_encoder
@@ -36,12 +36,7 @@ def build(base_dim: int, dtype: torch.dtype = DTYPE, *, fused: bool = False) -> 
         vae = StreamingWanVAE(
             VAEConfig(base_dim=base_dim), decoder=False, dtype=dtype, fuse_encoder=fuse if fused else lambda _: None
         )
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in vae.named_parameters():
-        scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.3
-        values = torch.randn(parameter.shape, generator=generator) * scale + ("gamma" in name)
-        parameter.data.copy_(values.to(DTYPE))
-    return vae
+    return with_random_weights(vae)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from helpers.fake_engine import wait_until
 from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
+from helpers.ports import port_for_a_server
 
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
@@ -70,7 +71,7 @@ def collector() -> Iterator[Collector]:
 def server(
     tiny_language_model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Server]:
-    port = demo.free_port(0)
+    port = port_for_a_server()
     folder = tmp_path_factory.mktemp("server")
     log, quotas = folder / "server.log", folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()

@@ -3,7 +3,6 @@
 
 import contextlib
 import os
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ports import port_for_a_server
 from helpers.rank_processes import run_ranks
 from vllm.engine.arg_utils import EngineArgs
 
@@ -68,9 +68,7 @@ def stage(rank: int, address: str) -> None:
 
 
 def test_answers_arrive_in_the_order_of_batches() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{port_for_a_server()}"
     run_ranks(stage, (address,), STAGES)
 
 

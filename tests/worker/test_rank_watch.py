@@ -2,7 +2,6 @@
 """What a failure of one rank's work does: ranks as real processes (gloo), of which one raises."""
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,6 +10,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
+from helpers.ports import port_for_a_server
 from helpers.rank_processes import rank_context
 
 from vllm_omni.exit_codes import ENGINE_DIED
@@ -45,9 +45,7 @@ class Ranks:
     """Processes, one for each value of `heard`; `stop` ends those that wait for a next call."""
 
     def __init__(self, folder: Path, *heard: bool) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        address = f"tcp://127.0.0.1:{port_for_a_server()}"
         context = rank_context()
         self.stop = context.Event()
         self._outputs = [folder / f"rank{rank}" for rank in range(len(heard))]

@@ -6,7 +6,7 @@ import torch
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a CPU tensor's copy on `device`; on CUDA queued behind the running kernels, through page-locked memory."""
-    if device.type != "cuda":
+    if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from helpers.ports import port_for_a_server
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.cli import demo, serve
@@ -19,7 +20,7 @@ from vllm_omni.entrypoints.cli import demo, serve
 @pytest.mark.engine
 def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
     """Plain `vllm serve` with the printed flags and variable has the door, and its hello is the model's."""
-    port = demo.free_port(0)
+    port = port_for_a_server()
     planned = serve.plan(
         [str(null_world), "--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "4"],
         os.environ,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, Page
+from helpers.ports import port_for_a_server
 from page_server import MakeServer
 
 from vllm_omni.entrypoints.cli import demo
@@ -56,7 +57,7 @@ def served(village: Path, elsewhere: str, tmp_path_factory: pytest.TempPathFacto
 
     log = tmp_path_factory.mktemp("served") / "server.log"
     origins = ["--allowed-origins", json.dumps(["null", elsewhere])]
-    with demo.server(village, demo.free_port(0), 96, 160, log, extra=origins) as process:
+    with demo.server(village, port_for_a_server(), 96, 160, log, extra=origins) as process:
         demo.wait_until_healthy(process, 300, Console(quiet=True))
         yield process
 

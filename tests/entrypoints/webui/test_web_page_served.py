@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Browser, Page
+from helpers.ports import port_for_a_server
 from PIL import Image
 
 from vllm_omni.entrypoints.cli import demo
@@ -38,7 +39,7 @@ def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     patch.setenv("VLLM_API_KEY", KEY)
     patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     try:
-        with demo.server(village, demo.free_port(0), 96, 160, folder / "server.log") as process:
+        with demo.server(village, port_for_a_server(), 96, 160, folder / "server.log") as process:
             demo.wait_until_healthy(process, 300, Console(quiet=True))
             yield process
     finally:

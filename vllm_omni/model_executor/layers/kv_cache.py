@@ -77,6 +77,7 @@ class KVWindow:
         self._rings = rings if num_layers else None
         sizes = torch.Size(shape), storage or dtype, torch.device(device), dtype
         self._ring = new_ring() if self._rings is None else self._rings.take(sizes, new_ring)
+        self._seen: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -297,12 +298,14 @@ class KVWindow:
     def _seen_slots(self, end_frame: int) -> tuple[int, ...]:
         """Return the slots that a chunk ending at `end_frame` sees, where their tokens are no plain slice.
 
-        Oldest first; in a ring with spare frames as in one without.
+        Oldest first; in a ring with spare frames as in one without. Kept for one chunk: every layer asks.
         """
-        frames = self.visible_frames(end_frame)
-        if self.spare_frames and self.max_attention_tokens is None:
-            frames.sort(key=self._slot_without_spares)
-        return tuple(self.slot(frame) for frame in frames)
+        if self._seen is None or self._seen[0] != end_frame:
+            frames = self.visible_frames(end_frame)
+            if self.spare_frames and self.max_attention_tokens is None:
+                frames.sort(key=self._slot_without_spares)
+            self._seen = end_frame, tuple(self.slot(frame) for frame in frames)
+        return self._seen[1]
 
     def _positions(self, slots: tuple[int, ...]) -> torch.Tensor:
         """`token_positions` of these slots, the last `max_attention_tokens` of them; made once for the ring."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from vae_streams import decode_stream, plainly_fused, random_vae
+from vae_streams import assert_caches_close, decode_stream, plainly_fused, random_vae
 
 from vllm_omni.model_executor.models.wan.fused_decoder import fused_decoder
 from vllm_omni.model_executor.models.wan.stacked_frames import (
@@ -41,11 +41,6 @@ def latents() -> torch.Tensor:
     return torch.randn(1, 16, sum(CUTS), 3, 5, generator=torch.Generator().manual_seed(1))
 
 
-def assert_close(cache: VAECache, expected: VAECache) -> None:
-    for feature, wanted in zip(cache.features, expected.features, strict=True):
-        torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
-
-
 def test_frames_and_cache_equal_the_plain_decoder(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
@@ -55,7 +50,7 @@ def test_frames_and_cache_equal_the_plain_decoder(
         pixels, cache = fused.decode(latents[:, :, :count], None)
         assert expected.std() > 0.1, "frames that differ from place to place"
         torch.testing.assert_close(pixels, expected, atol=TOLERANCE, rtol=0)
-        assert_close(cache, expected_cache)
+        assert_caches_close(cache, expected_cache)
         assert cache.nbytes == fused.decoder_cache_nbytes(24, 40) == expected_cache.nbytes
 
 
@@ -76,7 +71,7 @@ def test_a_stream_moves_between_the_decoders(
         frames, cache = first.decode(latents[:, :, :2], None)
         rest, cache = second.decode(latents[:, :, 2:], cache)
         torch.testing.assert_close(torch.cat((frames, rest), dim=2), expected, atol=TOLERANCE, rtol=0)
-        assert_close(cache, expected_cache)
+        assert_caches_close(cache, expected_cache)
 
 
 def test_a_call_leaves_its_cache_untouched(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
@@ -101,7 +96,7 @@ def test_streams_together_equal_each_alone(fused: StreamingWanVAE, latents: torc
     for index, own in enumerate(joined.of_streams()):
         alone, cache = fused.decode(streams[index][:, :, 1:3], caches[index])
         torch.testing.assert_close(pixels[index : index + 1], alone, atol=TOLERANCE, rtol=0)
-        assert_close(own, cache)
+        assert_caches_close(own, cache)
         assert sum(feature.untyped_storage().nbytes() for feature in own.features) == own.nbytes
 
 

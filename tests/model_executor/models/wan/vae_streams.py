@@ -33,6 +33,12 @@ def decode_stream(vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]) 
     return torch.cat(pixels, dim=2), cache
 
 
+def assert_caches_close(cache: VAECache, expected: VAECache) -> None:
+    """fp32, sums in another order."""
+    for feature, wanted in zip(cache.features, expected.features, strict=True):
+        torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
+
+
 def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWanVAE:
     """A decoder, or what `options` say, with random weights, under which frames differ from place to place."""
     vae = StreamingWanVAE(VAEConfig(base_dim=base_dim), **{"encoder": False, **options})

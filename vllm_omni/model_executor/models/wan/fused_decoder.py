@@ -74,7 +74,7 @@ class FusedDecoder(FusedLayers):
         """
         first = features is None
         if features is None:
-            features = list(zero_features(x_BCTHW, shapes))
+            features = zero_features(x_BCTHW, shapes)
         latent_height = None if self.bands is None else self.bands.latent_height
         if self.graphs is not None and self.graphs.serve(features, latent_height):
             return self.graphs(x_BCTHW, features, partial(self._decode_in_place, first=first), first=first)

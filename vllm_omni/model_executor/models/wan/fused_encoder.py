@@ -49,7 +49,7 @@ class FusedEncoder(FusedLayers):
         """
         first = features is None
         if features is None:
-            features = list(zero_features(x_BCTHW, shapes))
+            features = zero_features(x_BCTHW, shapes)
         return _LatentPass(self, features, len(x_BCTHW), first).encode(x_BCTHW), features
 
 

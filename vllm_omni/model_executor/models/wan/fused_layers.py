@@ -69,9 +69,7 @@ class FusedLayers:
         """`StackFrames` for `layer` -> [N, H, W, O], without the bias."""
         rows = 0 if self.bands is not None else 1
         if not self.lies_side_by_side(layer):
-            x_BCTRW = frames.unflatten(0, (streams, -1)).permute(0, 4, 1, 2, 3)
-            out = functional.conv3d(x_BCTRW, layer.weight, padding=(0, rows, 1))
-            return out.permute(0, 2, 3, 4, 1).flatten(0, 1).contiguous()
+            return rows_last(functional.conv3d(by_streams(frames, streams), layer.weight, padding=(0, rows, 1)))
         return convolved(frames, folded(layer.weight), (rows, 1))
 
     def lies_side_by_side(self, layer: nn.Module) -> bool:
@@ -158,7 +156,7 @@ def by_streams(x_NHWC: torch.Tensor, streams: int) -> torch.Tensor:
     return x_NHWC.unflatten(0, (streams, -1)).permute(0, 4, 1, 2, 3)
 
 
-def zero_features(x_BCTHW: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+def zero_features(x_BCTHW: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
     """[B, C, 1 or 2, h, w] each, channels-last: of the zero frames before the first of streams. shapes: of one's."""
     of_each = (x_BCTHW.new_zeros(len(x_BCTHW), *shape[2:], shape[1]) for shape in shapes)
     return [zeros.permute(0, 4, 1, 2, 3) for zeros in of_each]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes between the convolutions of a fused Wan decoder, in plain torch: the reference of `stack_kernels.py`.
+"""The passes between the convolutions of a fused Wan autoencoder, in plain torch: the reference of `stack_kernels.py`.
 
 A causal convolution over three frames is a 2-D one over their channels side by side. So the pass before it adds the
 bias and residual that the layer before has left, normalises, applies SiLU, and writes each frame beside its two
 predecessors. Nearest upsampling followed by a 3x3 convolution is one of 2x2 before it: weights that meet the same cell
 are summed, for each of a cell's four pixels, whose results lie in four groups of channels until the next pass.
 
-Held by tests/model_executor/models/wan/test_fused_decoder.py.
+Held by tests/model_executor/models/wan/test_fused_decoder.py and test_fused_encoder.py there.
 """
 
 # B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C channels, O channels of a

@@ -93,9 +93,7 @@ class TextEncoder(nn.Module):
             self._cache.move_to_end(key)
             return self._cache[key]
         ids_1S = to_device(torch.tensor([self.prompts.tokenize(prompt)]), own)
-        rows_SE = self.model(input_ids=ids_1S).last_hidden_state[0]
-        # The copy must not wait for kernels that are running on the target.
-        rows_SE = to_device(rows_SE, target) if own.type == "cpu" else rows_SE.to(target)
+        rows_SE = to_device(self.model(input_ids=ids_1S).last_hidden_state[0], target)
         self._remember(key, rows_SE)
         return rows_SE
 
