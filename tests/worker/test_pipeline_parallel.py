@@ -111,7 +111,9 @@ def test_stages_ask_for_hardware_queues(
     null_world: Path, monkeypatch: pytest.MonkeyPatch, stages: int, asked: str | None, granted: str | None
 ) -> None:
     """Before CUDA is begun; whoever serves may ask for another number."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # the worker sets it too
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # the worker sets these too
+    monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", "")
+    monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", asked or "")
     if asked is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -124,6 +126,7 @@ def test_stages_ask_for_hardware_queues(
     )
     DiffusionGPUWorker(args.create_engine_config(), local_rank=0, rank=0, distributed_init_method="")
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == granted
+    assert os.environ.get("CUDA_SCALE_LAUNCH_QUEUES") == "4x"  # for any number of stages
 
 
 def test_a_warm_up_listens_for_answers_once_it_has_sent() -> None:

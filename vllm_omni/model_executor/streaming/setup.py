@@ -24,8 +24,9 @@ Layout = TypeVar("Layout")
 class StreamingSetup(Generic[Config, Options, Layout]):
     """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
 
-    dtype: the transformer's. compiled, cuda_graphs: the resolved options `compile` and `cuda_graphs`. quantization: of
-    the transformer's weights. kv_dtype: the stored keys and values', None = `dtype`.
+    dtype: the transformer's. compiled, cuda_graphs: the resolved options `compile` and `cuda_graphs`. text_graphs:
+    `cuda_graphs` of the text encoder, which takes the host longer however wide the transformer is. quantization: of the
+    transformer's weights. kv_dtype: the stored keys and values', None = `dtype`.
     """
 
     config: Config
@@ -37,6 +38,7 @@ class StreamingSetup(Generic[Config, Options, Layout]):
     dtype: torch.dtype
     compiled: bool
     cuda_graphs: bool = False
+    text_graphs: bool = False
     quantization: QuantizationConfig | None = None
     kv_dtype: torch.dtype | None = None
 
@@ -73,6 +75,7 @@ class StreamingSetup(Generic[Config, Options, Layout]):
             dtype=dtype,
             compiled=compiles(options.compile, eager),
             cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads, channels),
+            text_graphs=launches_graphs(options.cuda_graphs, eager, offloads),
             quantization=quantization,
             kv_dtype=kv_dtype,
             **cls.own_fields(checkpoint, stream, omni),

@@ -6,14 +6,17 @@ import re
 import pytest
 import sentencepiece
 import torch
+from helpers.host_capture import hold
 from transformers import AutoTokenizer
 
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.wan.text_encoder import (
     TextEncoder,
     clean_prompt,
     load_text_encoder,
     open_tokenizer,
+    padded_lengths,
 )
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
@@ -48,6 +51,44 @@ def test_rows_equal_those_of_a_padded_and_masked_batch(encoder):
         expected = encoder.model(padded, attention_mask=(torch.arange(512) < len(ids)).long()[None]).last_hidden_state
     assert rows.shape == (len(ids), encoder.text_dim)
     torch.testing.assert_close(rows, expected[0, : len(ids)], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("max_tokens", "lengths"), [(512, [64, 128, 256, 512]), (200, [64, 128, 200]), (40, [40])])
+def test_prompts_are_padded_to_few_lengths(max_tokens, lengths):
+    assert padded_lengths(max_tokens) == lengths
+
+
+def test_every_length_is_captured_at_the_first_prompt(layout, encoder):
+    """So that no later prompt, however long, is launched kernel by kernel; rows are those of valid tokens alone."""
+    graphs = ForwardGraphs(capture=hold)
+    padded = build(layout, graphs=graphs)
+    for prompt in (PROMPT, "walk on " * 60, ""):
+        rows = padded.encode(prompt)
+        assert rows.shape == encoder.encode(prompt).shape
+        torch.testing.assert_close(rows, encoder.encode(prompt), atol=1e-5, rtol=0)
+        assert len(graphs) == len(padded_lengths(512))
+
+
+def test_other_weights_are_captured_anew(layout):
+    """What a graph holds of the weights may lie elsewhere; prompts do not get the rows of the old ones."""
+    graphs = ForwardGraphs(capture=hold)
+    encoder = build(layout, graphs=graphs)
+    before = encoder.encode(PROMPT)
+    encoder.load(layout.text_encoder)
+    assert len(graphs) == 0
+    assert torch.equal(encoder.encode(PROMPT), before) and len(graphs) > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
+def test_graphs_give_the_rows_of_launches_kernel_by_kernel(layout):
+    """Bit for bit, on the device where prompts are padded either way."""
+    with torch.device("cuda"):
+        plain = build(layout)
+        graphed = build(layout, graphs=(graphs := ForwardGraphs()))
+    for prompt in (PROMPT, "walk on " * 60, "a"):
+        assert torch.equal(graphed.encode(prompt), plain.encode(prompt))
+    assert len(graphs) == len(padded_lengths(512))
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
             max_tokens=setup.config.text_len,
             device=device,
             dtype=setup.dtype,
+            cuda_graphs=setup.text_graphs,
         )
         if setup.image_config and not setup.parallel.is_vae_stage:
             self.image_encoder = ImageEncoder(setup.image_config, device=device or "model", dtype=setup.dtype)

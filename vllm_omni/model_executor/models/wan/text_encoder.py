@@ -2,7 +2,8 @@
 """Prompt -> text rows: cleaning, the umt5-xxl tokenizer and encoder, and a bounded cache of recent prompts.
 
 Only the valid tokens are encoded (attention is bidirectional and padding is masked in the original, so its valid rows
-are the same); the transformer pads with zero rows itself. Knows nothing of sessions.
+are the same); the transformer pads with zero rows itself. On CUDA they are padded to one of a few lengths, each of
+which can be launched as one graph: kernel by kernel the host takes longer than the device. Knows nothing of sessions.
 
 Of several ranks one encodes (`ParallelContext.encodes`). On the others `AwaitedText` stands for the encoder: it makes
 room for the rows, which the worker fills before they are read (`worker/diffusion/shared_text.py`).
@@ -13,7 +14,7 @@ vocabulary alone and so loses byte fallback and the unknown token's id, which ch
 Held by tests/model_executor/models/wan/test_text_encoder.py.
 """
 
-# S valid tokens of a prompt, E text width
+# S valid tokens of a prompt, P padded ones, E text width
 
 import hashlib
 import html
@@ -31,10 +32,23 @@ from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES
 from vllm_omni.model_executor.tensor_files import confined, open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
+
+_SHORTEST = 64
+"""Tokens to which short prompts are padded: up to there the encoder's weights take the device longer to read."""
+
+
+def padded_lengths(max_tokens: int) -> list[int]:
+    """Powers of two, the last one cut to `max_tokens`: the lengths that prompts are padded to."""
+    lengths, length = [], _SHORTEST
+    while length < max_tokens:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, max_tokens]
 
 
 class TextEncoder(nn.Module):
@@ -42,7 +56,8 @@ class TextEncoder(nn.Module):
 
     config: `UMT5Config` values. tokenizer: a folder with `tokenizer.json` or `spiece.model`; None = weights only.
     max_tokens: longer prompts are cut, the end-of-sequence token kept. device: `model` = torch's default device now,
-    `cpu` = host memory, results are sent to the caller's device. cache_bytes: rows of recent prompts kept.
+    `cpu` = host memory, results are sent to the caller's device. cache_bytes: rows of recent prompts kept. graphs: of
+    every padded length, captured at the first prompt; None = none are made.
     """
 
     def __init__(
@@ -54,6 +69,7 @@ class TextEncoder(nn.Module):
         device: Literal["model", "cpu"] = "model",
         dtype: torch.dtype = torch.bfloat16,
         cache_bytes: int = 64 << 20,
+        graphs: ForwardGraphs | None = None,
     ) -> None:
         super().__init__()
         target = torch.device("cpu") if device == "cpu" else torch.get_default_device()
@@ -63,6 +79,10 @@ class TextEncoder(nn.Module):
         self.model.encoder.embed_tokens.weight = self.model.shared.weight
         self.prompts = Prompts(tokenizer, max_tokens, self.model.config.vocab_size)
         self.cache_bytes = cache_bytes
+        self._lengths = padded_lengths(max_tokens)
+        self._pads = target.type == "cuda" or graphs is not None
+        self._graphs = graphs
+        self._is_captured = False
         self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
         self._cached_bytes = 0
 
@@ -92,15 +112,44 @@ class TextEncoder(nn.Module):
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        ids_1S = to_device(torch.tensor([self.prompts.tokenize(prompt)]), own)
-        rows_SE = to_device(self.model(input_ids=ids_1S).last_hidden_state[0], target)
+        if self._graphs is not None and not self._is_captured:
+            self._capture()
+        rows_SE = to_device(self._rows(self.prompts.tokenize(prompt)), target)
         self._remember(key, rows_SE)
         return rows_SE
 
+    def _rows(self, ids: list[int]) -> torch.Tensor:
+        """The rows [S, E] of S token ids, on the encoder's device."""
+        weight = self.model.shared.weight
+        if not self._pads:
+            ids_1S = to_device(torch.tensor([ids]), weight.device)
+            return self.model(input_ids=ids_1S).last_hidden_state[0]
+        length = next(length for length in self._lengths if length >= len(ids))
+        ids_1P = torch.zeros(1, length, dtype=torch.long)
+        ids_1P[0, : len(ids)] = torch.tensor(ids)
+        mask_111P = torch.zeros(1, 1, 1, length, dtype=weight.dtype)  # added to the attention's scores
+        mask_111P[..., len(ids) :] = torch.finfo(weight.dtype).min
+        inputs = {"ids": to_device(ids_1P, weight.device), "mask": to_device(mask_111P, weight.device)}
+        rows_PE = self._forward(inputs) if self._graphs is None else self._graphs("text", inputs, self._forward)
+        return rows_PE[: len(ids)]
+
+    def _forward(self, inputs: Inputs) -> torch.Tensor:
+        rows_1PE = self.model(input_ids=inputs["ids"], attention_mask=inputs["mask"]).last_hidden_state
+        return rows_1PE[0]
+
+    def _capture(self) -> None:
+        """Run every padded length as it is and once more, which captures it."""
+        self._is_captured = True
+        for length in 2 * self._lengths:
+            self._rows([0] * length)
+
     def forget(self) -> None:
-        """Drop every cached prompt."""
+        """Drop every cached prompt, and the graphs."""
         self._cache.clear()
         self._cached_bytes = 0
+        self._is_captured = False
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def _remember(self, key: tuple[str, torch.device], rows_SE: torch.Tensor) -> None:
         self._cache[key] = rows_SE
@@ -144,13 +193,18 @@ def text_encoder_of(
     max_tokens: int,
     device: Literal["cpu"] | None,
     dtype: torch.dtype,
+    cuda_graphs: bool = False,
 ) -> "TextEncoder | AwaitedText | None":
-    """This rank's, by its place; None on a VAE stage and for an empty `config`. device: None = the model's."""
+    """This rank's, by its place; None on a VAE stage and for an empty `config`. device: None = the model's.
+
+    cuda_graphs: launch it as graphs, where it is on the model's device.
+    """
     if parallel.is_vae_stage or not config:
         return None
     if not parallel.encodes:
         return AwaitedText(config, tokenizer, max_tokens=max_tokens, dtype=dtype)
-    return TextEncoder(config, tokenizer, max_tokens=max_tokens, device=device or "model", dtype=dtype)
+    graphs = ForwardGraphs() if cuda_graphs and device is None else None
+    return TextEncoder(config, tokenizer, max_tokens=max_tokens, device=device or "model", dtype=dtype, graphs=graphs)
 
 
 class Prompts:

@@ -95,6 +95,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
             max_tokens=PROMPT_ROWS,
             device=setup.options.text_encoder_device,
             dtype=setup.dtype,
+            cuda_graphs=setup.text_graphs,
         )
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
