@@ -18,8 +18,12 @@ SESSION = GIB
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU; `used`: by everybody. This process has 3 GiB of weights, peaks at 5 GiB and holds 6 GiB from torch."""
-    gpu = SimpleNamespace(used=0)
+    """A GPU; `used`: by everybody. This process has 3 GiB of weights, peaks at 5 GiB and holds 6 GiB from torch.
+
+    taken: bytes that were asked of the allocator.
+    """
+    gpu = SimpleNamespace(used=0, taken=[])
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **where: gpu.taken.append(nbytes))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -85,6 +89,26 @@ def test_a_worker_says_what_was_in_use_when_it_began(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=1))
     worker.compile_or_warm_up_model()
     assert asked == [93 * GIB]
+
+
+def test_the_allocator_keeps_what_the_warm_up_needed(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs' pools had to be told from it by giving it back; the first session does not wait for the driver."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
+    session_bytes(device, used_before=0)
+    assert device.taken == [5 * GIB - 3 * GIB]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator of a GPU")
+def test_a_session_behind_the_warm_up_takes_no_memory_from_the_driver() -> None:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None))
+    where = torch.device("cuda", 0)
+    with MemoryBudget(config, where).measure():
+        torch.empty(GIB, dtype=torch.uint8, device=where)
+    reserved = torch.cuda.memory_reserved(where)
+    session = [torch.empty(GIB // 8, dtype=torch.uint8, device=where) for _ in range(8)]
+    assert torch.cuda.memory_reserved(where) == reserved >= GIB
+    del session
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -40,10 +40,13 @@ class MemoryBudget:
         free, total = torch.cuda.mem_get_info(self._device)
         outside_torch = total - free - torch.cuda.memory_reserved(self._device) - self._used_before
         # below 0: another process has given memory back since
-        self._peak_bytes = torch.cuda.max_memory_allocated(self._device) + max(0, outside_torch)
+        torch_peak = torch.cuda.max_memory_allocated(self._device)
+        self._peak_bytes = torch_peak + max(0, outside_torch)
         torch.cuda.empty_cache()
+        allocated = torch.cuda.memory_allocated(self._device)
         # memory that CUDA graphs use while they run, and that nothing else can have
-        self._peak_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        self._peak_bytes += torch.cuda.memory_reserved(self._device) - allocated
+        _have_allocator_keep(torch_peak - allocated, self._device)
 
     def session_bytes(self, warm_up_session_bytes: int, configured: int | None) -> int:
         """Bytes for all sessions together. Raises ValueError if not even one session of the largest shape fits."""
@@ -65,3 +68,9 @@ class MemoryBudget:
             allowed = int(total * self._cache_config.gpu_memory_utilization)
             return allowed - (self._peak_bytes - warm_up_session_bytes)
         return psutil.virtual_memory().available // 2
+
+
+def _have_allocator_keep(nbytes: int, device: torch.device) -> None:
+    """Take from the driver again what the warm-up needed: else the first session waits for it, 40 ms for 11 GiB."""
+    if nbytes > 0:
+        torch.empty(nbytes, dtype=torch.uint8, device=device)
