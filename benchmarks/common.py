@@ -194,6 +194,29 @@ async def run_chunks(
     return ChunkRun(start, records)
 
 
+LATER_SESSIONS = 5
+
+
+async def first_frames(
+    engine: Any, session: Callable[[str], Callable[[int], Awaitable[dict[str, Any]]]]
+) -> list[dict[str, Any]]:
+    """Milliseconds of the first frames of sessions that begin one after the other, on an idle engine.
+
+    session: by its name, chunks by their index, as records. `outside`: of the first frame's time that of no stage. The
+    first session of an engine's life waits longer: every process does most things for the first time.
+    """
+    records = []
+    for number in range(LATER_SESSIONS):
+        await asyncio.sleep(IDLE_S)
+        name, start = f"later{number}", time.perf_counter()
+        record = await session(name)(0)
+        first, timings = (record["done"] - start) * 1e3, record["timings_ms"]
+        inside = sum(sum(timings.get(stage, [])) for stage in ("encode", "steps", "decode"))
+        records.append({"time_to_first_frame_ms": round(first, 1), "outside": round(first - inside, 1), **timings})
+        await engine.collective_rpc("close_session", args=(name,))
+    return records
+
+
 def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
     """A session's steady state: medians over the chunks after the first `warm_chunks`.
 

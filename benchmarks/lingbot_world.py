@@ -8,8 +8,10 @@
     python benchmarks/lingbot_world.py --tiny --height 64 --width 96 --eager   # try it without a GPU
 
 Random weights at real shapes take the time of real ones. A chunk is 12 frames, the first has 9 (v2: 16 and 13). Steady
-state is the median over the chunks after the window is full. Stage times are device times from the runner. `--tiny`
-runs the tests' small model: with few `--layers` the full one still has its width and its text encoder, some 20 GiB.
+state is the median over the chunks after the window is full. `time_to_first_frame_ms` is of the engine's first session;
+`later_first_frames` are of five more, one after the other, each with a prompt of its own. Stage times are device times
+from the runner. `--tiny` runs the tests' small model: with few `--layers` the full one still has its width and its text
+encoder, some 20 GiB.
 """
 
 import argparse
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import (
     add_output_arguments,
     add_serving_arguments,
+    first_frames,
     kernel_times,
     precision_of,
     run_request,
@@ -76,7 +79,7 @@ def write_checkpoint(root: Path, release: str, layers: int | None = None) -> Non
 
 
 def session_chunk(
-    engine: Any, name: str, args: argparse.Namespace, output: str
+    engine: Any, name: str, args: argparse.Namespace, output: str, prompt: str = "a coast road in the evening"
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
     """A session's chunk by its index, as a record: when it was there, its times, frames and digest."""
     import torch
@@ -91,7 +94,7 @@ def session_chunk(
         params = DiffusionParams(
             session_id=name,
             chunk_index=index,
-            prompt="a coast road in the evening" if first else None,
+            prompt=prompt if first else None,
             seed=1 if first else None,
             height=args.height,
             width=args.width,
@@ -147,6 +150,9 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         sessions = await engine.collective_rpc("session_stats")
         for n in range(args.sessions):
             await engine.collective_rpc("close_session", args=(f"world{n}",))
+        later = await first_frames(
+            engine, lambda name: session_chunk(engine, name, args, "rgb", f"a coast road in the evening, {name}")
+        )
         # For comparison between runs on any number of GPUs, bit by bit: two chunks' latents.
         latents = await one_session(engine, "latents", args, 2, "latents")
         kernels = None
@@ -181,6 +187,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "chunks": args.chunks,
         "load_and_warm_up_s": round(load_s, 1),
         "time_to_first_frame_ms": round((records[0]["done"] - runs[0]["start"]) * 1e3, 1),
+        "later_first_frames": later,
         "chunk_interval_ms": round(statistics.median(gaps_ms), 1),
         "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
         "fps_all_sessions": round(steady[0]["frames"] * args.sessions / (statistics.median(gaps_ms) / 1e3), 2),

@@ -34,9 +34,9 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import (
-    IDLE_S,
     add_output_arguments,
     add_serving_arguments,
+    first_frames,
     kernel_times,
     precision_of,
     run_request,
@@ -102,22 +102,6 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
     return [{"done": start, "timings_ms": {}, "frames": 0}, *records]
 
 
-LATER_SESSIONS = 5
-
-
-async def first_frames(engine: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds of the first frames of sessions that begin one after the other."""
-    records = []
-    for number in range(LATER_SESSIONS):
-        await asyncio.sleep(IDLE_S)
-        start = time.perf_counter()
-        record = await session_chunk(engine, f"later{number}", args)(0)
-        first, timings = (record["done"] - start) * 1e3, record["timings_ms"]
-        inside = sum(sum(timings.get(stage, [])) for stage in ("encode", "steps", "decode"))
-        records.append({"time_to_first_frame_ms": round(first, 1), "outside": round(first - inside, 1), **timings})
-    return records
-
-
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = json.loads(args.model_options)
     omni = {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)}
@@ -135,7 +119,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         sessions = await asyncio.gather(*(play(engine, f"world{n}", args) for n in range(args.sessions)))
         memory = await engine.collective_rpc("device_memory")
         held = await engine.collective_rpc("session_stats")
-        later = await first_frames(engine, args)
+        later = await first_frames(engine, lambda name: session_chunk(engine, name, args))
         kernels = None
         if args.kernels:
             traced = session_chunk(engine, "traced", args)

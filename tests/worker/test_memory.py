@@ -103,6 +103,7 @@ def test_the_allocator_keeps_what_the_warm_up_needed(device: SimpleNamespace, mo
 def test_a_session_behind_the_warm_up_takes_no_memory_from_the_driver() -> None:
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None))
     where = torch.device("cuda", 0)
+    torch.cuda.init()
     with MemoryBudget(config, where).measure():
         torch.empty(GIB, dtype=torch.uint8, device=where)
     reserved = torch.cuda.memory_reserved(where)
