@@ -116,11 +116,6 @@ class StreamModel:
         return self.denoise + self.clean
 
     @property
-    def launches_graphs(self) -> bool:
-        """Whether full windows are launched as graphs: not with chunks in flight."""
-        return self.cuda_graphs and self.in_flight == 1
-
-    @property
     def tokens_per_frame(self) -> int:
         return self.grid_tokens or self.height // (2 * _LATENT_CELL) * (self.width // (2 * _LATENT_CELL))
 
@@ -292,8 +287,7 @@ def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -
     device = _rank_pass_ms(model, card, split, window)
     if split.stages > 1:
         device += (1 if split.temporal else split.stages) * hop_ms(model, card, split)
-    by_graph = model.launches_graphs or (model.cuda_graphs and window < model.window)
-    host = split.layer_parts * host_ms(model, card, split, graphs=by_graph)
+    host = split.layer_parts * host_ms(model, card, split, graphs=model.cuda_graphs)
     return device, host + (1e3 * card.stage_step_s if split.vae_stage else 0.0)
 
 
@@ -455,7 +449,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     all_passes = model.passes * max(one_pass) + camera
     latency = all_passes + request + decode_beside * min(1.0, steps / split.layer_stages / all_passes)
     passes_of_a_stage = model.passes / split.layer_stages if split.temporal else model.passes
-    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.launches_graphs)
+    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.cuda_graphs)
     if split.vae_stage:  # whose own host sees each step pass
         host = max(host, model.passes * 1e3 * card.stage_step_s + decode_launch)
     else:

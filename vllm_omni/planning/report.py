@@ -47,8 +47,7 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
             f"{_HOST if each.host_bound else ''}"
         )
     if any(each.host_bound for each in found):
-        helps = not model.cuda_graphs and replace(model, cuda_graphs=True).launches_graphs
-        graphs = "; CUDA graphs take most of that away" if helps else ""
+        graphs = "" if model.cuda_graphs else "; CUDA graphs take most of that away"
         lines.append(f"{_HOST.strip()}: passes wait for the host that launches their kernels{graphs}")
     lines.append(room(model, card))
     lines.append(f"best: {found[0].split} {' '.join(_flags(model, found[0].split))}".rstrip())
