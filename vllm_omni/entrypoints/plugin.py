@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.drain import GracefulStop
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.entrypoints.flood_delay import FloodDelay
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.operations import Operations
@@ -77,6 +78,7 @@ class OmniEndpoints:
         websocket_options.apply_at_startup(app, limits.frame_budget)
         HandshakeGuard(limits.handshake_timeout_s).attach(app)
         app.add_middleware(BodyPace, limits=read_struct(BodyLimits))
+        app.add_middleware(FloodDelay)
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
         for path in generate_door.PATHS:

@@ -4,6 +4,7 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +17,23 @@ from helpers.served import AUTHORIZED, Served
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 
-from vllm_omni.entrypoints.realtime import codec
+from vllm_omni.entrypoints.flood_delay import DELAY_S
+from vllm_omni.entrypoints.realtime import codec, generate_door
 from vllm_omni.sessions.snapshot import MAX_TABLE_BYTES
+
+HANDSHAKE = "\r\n".join(
+    [
+        f"GET {generate_door.PATHS[0]} HTTP/1.1",
+        "Host: x",
+        f"Authorization: {AUTHORIZED['Authorization']}",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        "Sec-WebSocket-Version: 13",
+        "",
+        "",
+    ]
+).encode()
 
 HELD_MS = 800.0
 """What a neighbour may wait at most, client and server on two cores that others use; 3.9 to 9.7 s before the budget."""
@@ -55,6 +71,28 @@ def test_a_flood_of_small_frames_ends_its_own_socket_only(served: Served, data: 
         return max(*felt.health_ms, *felt.ping_ms)
 
     assert shortest_wait_ms(attack) < HELD_MS
+
+
+def opening_s(served: Served, address: str) -> float:
+    """How long a WebSocket from this address of the machine's own takes to open."""
+    started_s = time.monotonic()
+    with socket.create_connection(("127.0.0.1", served.port), source_address=(address, 0)) as raw:
+        raw.sendall(HANDSHAKE)
+        assert raw.recv(1024).startswith(b"HTTP/1.1 101")
+    return time.monotonic() - started_s
+
+
+def test_who_flooded_waits_for_the_next_socket_and_nobody_else_does(served: Served) -> None:
+    """However often it comes again, floods of one address take little of the processor."""
+    with socket.create_connection(("127.0.0.1", served.port), source_address=("127.0.0.7", 0)) as raw:
+        raw.sendall(HANDSHAKE)
+        raw.recv(1024)
+        raw.sendall(PING * 10_000)
+        with contextlib.suppress(ConnectionError):
+            while raw.recv(65536):
+                pass
+    assert opening_s(served, "127.0.0.8") < DELAY_S
+    assert opening_s(served, "127.0.0.7") >= DELAY_S
 
 
 def values(count: int) -> bytes:
