@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.processes import end_with_parent, engine_processes
@@ -52,6 +53,7 @@ class DiffusionWorkerMixin(_Worker):
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
+        freeze_gc_heap()  # as vLLM's workers do: a full collection looks only at what requests have made since
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def _used_before(self) -> int:
