@@ -96,7 +96,9 @@ def test_a_worker_says_what_was_in_use_when_it_began(monkeypatch: pytest.MonkeyP
     assert asked == [93 * GIB] and frozen_behind == [1]
 
 
-def test_the_allocator_keeps_what_the_warm_up_needed(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_keeps_the_memory_of_the_warm_up(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Graphs' pools had to be told from it by giving it back; the first session does not wait for the driver."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     session_bytes(device, used_before=0)

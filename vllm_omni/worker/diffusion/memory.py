@@ -71,6 +71,6 @@ class MemoryBudget:
 
 
 def _have_allocator_keep(nbytes: int, device: torch.device) -> None:
-    """Take from the driver again what the warm-up needed: else the first session waits for it, 40 ms for 11 GiB."""
+    """Take the warm-up's memory from the driver again: else the first session waits for it, 40 ms for 11 GiB."""
     if nbytes > 0:
         torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -53,7 +53,7 @@ class DiffusionWorkerMixin(_Worker):
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
-        freeze_gc_heap()  # as vLLM's workers do: a full collection looks only at what requests have made since
+        freeze_gc_heap()  # as vLLM's workers do: full collections then look at objects of requests alone
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def _used_before(self) -> int:
