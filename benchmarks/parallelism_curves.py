@@ -20,8 +20,9 @@ from typing import Any
 from pipeline_simulator import Pipeline, chunk_period_ms
 
 from vllm_omni.planning.cards import H200
-from vllm_omni.planning.cost import Split, StreamModel, decode_ms, pass_ms, predict
+from vllm_omni.planning.cost import decode_ms, pass_ms, predict
 from vllm_omni.planning.models import model_of
+from vllm_omni.planning.stream_model import Split, StreamModel
 
 REPO = Path(__file__).parents[1]
 RESULTS = REPO / "benchmarks" / "results"

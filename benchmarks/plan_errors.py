@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.planning.cards import H200, SOURCES, Card
-from vllm_omni.planning.cost import Split, predict
+from vllm_omni.planning.cost import predict
 from vllm_omni.planning.models import model_of
+from vllm_omni.planning.stream_model import Split
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "user_guide" / "plan.md"

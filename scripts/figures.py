@@ -13,10 +13,10 @@ A table, list or paragraph with measured figures is followed by a comment that n
     a.chunk_interval_ms, a.fps
     -->
 
-First names for places in files of benchmarks/results/, then a line for each row, item or paragraph above: an expression
-for each of its numbers, in their order. A number that was not measured is `setting`, `target` or `computed`; a line
-`-` says that the whole row states nothing measured. In expressions there are places, arithmetic, `GiB`, `MiB` and
-`max`, `min`, `median`, `sum`, `len`.
+First names for places in files of benchmarks/results/ (`a = ..., b = ...`), then a line for each row, item or
+paragraph above: an expression for each of its numbers, in their order. A number that was not measured is `setting`,
+`target` or `computed`; a line `-` says that the whole row states nothing measured. In expressions there are places,
+arithmetic, `GiB`, `MiB` and `max`, `min`, `median`, `sum`, `len`.
 
 Rounding: a figure is its source rounded to as many decimal places as it shows; a source that lies half-way may go
 either way. Not read as figures: code, link targets, names such as H200, 480x832 or 1.3B, the first column of a table
@@ -218,9 +218,11 @@ def _check_block(page: str, block: Block, sources: tuple[str, ...]) -> Iterator[
     lines = []
     for line in sources:
         try:
-            if match := definition.fullmatch(line.strip()):
-                names[match[1]] = place(match[2])
-            else:
+            named = [definition.fullmatch(part) for part in line.strip().split(", ")]
+            for match in named:
+                if match is not None:
+                    names[match[1]] = place(match[2])
+            if None in named:
                 lines.append(line)
         except FigureError as error:
             yield Wrong(block.line, f"{line}: {error}")

@@ -24,6 +24,8 @@ from vllm_omni.outputs import RequestFailed
 MAX_ENTRIES: Final = 64
 """Most entries of one request's `actions`."""
 ACTION_TENSORS: Final = ("buttons", "axes", "scroll")
+MAX_HELD: Final = 256
+"""Most buttons of one frame: all that a keyboard of virtual-key codes has."""
 _LARGEST: Final = 1e6
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
@@ -160,7 +162,7 @@ CAMERA_SPACE: Final = ActionSpace(
 class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Controls during one latent frame. buttons: names of the held ones. axes: name -> value. scroll: sign counts."""
 
-    buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
+    buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
     scroll: Value = 0.0
 

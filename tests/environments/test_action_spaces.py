@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
+from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button, read_actions
 from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
+from vllm_omni.model_executor.models.waypoint.config import action_space
+from vllm_omni.planning.waypoint import waypoint_config
 
 GAME = ActionSpace(
     buttons=(Button("left", "left"), Button("fire", "fire")),
@@ -39,6 +42,15 @@ def test_every_kind_of_control_has_its_space() -> None:
 def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -> None:
     assert gymnasium_space(ONE_KEY) == spaces.Dict({"buttons": spaces.Discrete(3)})
     assert action_frame(ONE_KEY, {"buttons": np.int64(number)}).buttons == names
+
+
+def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
+    """A random action holds half of them."""
+    space = action_space(waypoint_config("waypoint"))
+    held = {"buttons": np.ones(256, np.int8), "axes": np.zeros(2, np.float32), "scroll": np.int64(1)}
+    sent = DiffusionParams(session_id="s", actions=[action_frame(space, held)]).to_pooling_params()
+    rows = read_actions(space, DiffusionParams.from_extra_kwargs(sent.extra_kwargs).actions, {}, 1)
+    assert rows is not None and rows.buttons_NB.all() and rows.scroll_N.tolist() == [1.0]
 
 
 def test_a_model_without_actions_only_goes_on() -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.planning.cards import H200
-from vllm_omni.planning.cost import Split, predict, splits, window_bytes
+from vllm_omni.planning.cost import predict, splits, window_bytes
 from vllm_omni.planning.models import model_of
 from vllm_omni.planning.report import plan_text
+from vllm_omni.planning.stream_model import Split
 
 RUN = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-25_waypoint_cuda_graphs.json"
 

@@ -14,8 +14,6 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.planning.cards import H200, SOURCES, Card
 from vllm_omni.planning.cost import (
-    Split,
-    StreamModel,
     attention_tflop,
     cross_tflop,
     exchange_ms,
@@ -28,6 +26,7 @@ from vllm_omni.planning.cost import (
 )
 from vllm_omni.planning.models import NAMES, RELEASED, model_of
 from vllm_omni.planning.report import WEIGHT_ITEMSIZES, candidates
+from vllm_omni.planning.stream_model import Split, StreamModel
 
 BOUNDS = {"chunk interval": (0.08, 0.20), "first frame": (0.15, 0.45), "peak memory of a GPU": (0.03, 0.08)}
 """Largest error of half of the runs, and of all but `NOT_COUNTED`."""

@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.registry import detect_family
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.planning.cost import StreamModel
+from vllm_omni.planning.stream_model import StreamModel
 from vllm_omni.planning.waypoint import RELEASES as WAYPOINTS
 from vllm_omni.planning.waypoint import waypoint_config, waypoint_model
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_omni.planning.cards import Card
-from vllm_omni.planning.cost import Prediction, Split, StreamModel, predict, splits
+from vllm_omni.planning.cost import Prediction, predict, splits
+from vllm_omni.planning.stream_model import Split, StreamModel
 
 _HOST = "  host"
 _CARDS_GB = (16, 24, 32, 48, 80, 96, 141)

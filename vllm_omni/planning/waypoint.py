@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
 from vllm_omni.model_executor.models.waypoint.state import FrameRings
-from vllm_omni.planning.cost import Autoencoder, StreamModel
+from vllm_omni.planning.stream_model import Autoencoder, StreamModel
 
 WAYPOINT_1_5: Final[Mapping[str, Any]] = {
     "model_type": "waypoint-1.5",

@@ -3,6 +3,8 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from vllm.model_executor.offloader import set_offloader
 
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
-from vllm_omni.model_executor.layers.offload import LayerOffloader, spread
+from vllm_omni.model_executor.layers.offload import LayerOffloader, offloader_for, spread
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -50,6 +52,17 @@ def offloaded(*networks: list[nn.Module], budget: int = ALL) -> LayerOffloader:
         assert offloader.wrap_modules(layer for layer in network) == network
     offloader.post_init()
     return offloader
+
+
+@pytest.mark.parametrize(("gibibytes", "stage", "offloads"), [(0, 0, False), (1, 0, True), (1, 1, False)])
+def test_ranks_that_hold_layers_have_an_offloader(gibibytes: float, stage: int, offloads: bool) -> None:
+    """If it was asked for; the stage that only decodes has none."""
+    config: Any = SimpleNamespace(
+        offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=gibibytes)),
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    place = ParallelContext(stage=stage, num_stages=1, vae_stage=True)
+    assert (offloader_for(config, CPU, place) is not None) == offloads
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from vllm_omni.actions import ActionEntry, ActionFrame, ActionSpace, Name, Value, as_frame, check_frame
+from vllm_omni.actions import MAX_HELD, ActionEntry, ActionFrame, ActionSpace, Name, Value, as_frame, check_frame
 from vllm_omni.camera_keys import CAMERA_KEYS
 from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Held, Script, States, Transition
 from vllm_omni.entrypoints.realtime.errors import DoorError
@@ -24,7 +24,7 @@ _MAX_KEYS: Final = 16  # camera keys held at once
 
 
 class _Transition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] | None = None
+    buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] | None = None
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
     scroll: Value = 0.0
     client_ts_ms: float | None = None

@@ -25,6 +25,8 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.offloader import BaseOffloader, should_pin_memory
 
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -302,10 +304,10 @@ def _move(layer: nn.Module, device: torch.device) -> None:
             parameter.data = parameter.data.to(device)
 
 
-def offloader_for(vllm_config: "VllmConfig", device: torch.device) -> LayerOffloader | None:
-    """The offloader that `--cpu-offload-gb` asks for; None without it."""
+def offloader_for(vllm_config: "VllmConfig", device: torch.device, place: ParallelContext) -> LayerOffloader | None:
+    """The offloader that `--cpu-offload-gb` asks for; None without it, and on a rank that holds no layer."""
     gibibytes = vllm_config.offload_config.uva.cpu_offload_gb
-    if gibibytes <= 0:
+    if gibibytes <= 0 or place.is_vae_stage:
         return None
     # Random weights are made on the device: a host needs minutes for them.
     load_on_host = vllm_config.load_config.load_format != "dummy"

@@ -42,7 +42,10 @@ _ALIASES = (
         "lingbot_world",
     )
     | dict.fromkeys(
-        ("causvid", "stream_diffusion_v2", "longlive", "krea_realtime_14b", "reward_forcing", "rolling_forcing"),
+        (
+            *("causvid", "causvid_4_steps", "stream_diffusion_v2", "longlive", "krea_realtime_14b"),
+            *("reward_forcing", "rolling_forcing"),
+        ),
         "causal_wan",
     )
     | dict.fromkeys(("matrix_game_gta_drive", "matrix_game_templerun"), "matrix_game")

@@ -26,7 +26,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_output import ChunkProgress, StepOutput
 from vllm_omni.model_executor.interfaces import DiffusionRequest, KeepsMemory, SupportsStepExecution
-from vllm_omni.model_executor.layers.linear import check_quantization, check_reloadable, quantized_layers
+from vllm_omni.model_executor.layers.linear import check_reloadable, quantized_layers
 from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.store import store_for
@@ -69,15 +69,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
-        self.offloader = offloader_for(self.vllm_config, self.device)
+        self.offloader = offloader_for(self.vllm_config, self.device, self.place)
         set_offloader(self.offloader)  # also None: another engine of this process may have had one
         loader = get_model_loader(self.load_config)
         self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
-        if self.vllm_config.quant_config is not None and not self.place.is_vae_stage:
-            check_quantization(self.network, self.model_config.quantization)
         self.adapters = store_for(self.network, self.vllm_config.lora_config, self.device)
         weights = sum(p.numel() * p.element_size() for p in self.network.parameters())
-        if self.offloader is not None and not self.place.is_vae_stage:
+        if self.offloader is not None:
             self.offloader.post_init()
             weights += self.offloader.slot_bytes - self.offloader.host_bytes
         self.model_memory_usage = weights + self.adapters.nbytes
@@ -113,7 +111,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 get_model_loader(self.load_config).load_weights(self.network, self.model_config)
             finally:  # also gives layers that got nothing their old weights back
                 finalize_layerwise_reload(quantized, self.model_config)
-                if self.offloader is not None and not self.place.is_vae_stage:
+                if self.offloader is not None:
                     self.offloader.post_init()
 
     def get_model(self) -> SupportsStepExecution:

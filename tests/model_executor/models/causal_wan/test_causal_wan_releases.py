@@ -66,6 +66,12 @@ def served(folder: Path, **options: Any) -> tuple[int, ...]:
     [
         (SHIPPED, "causal_wan", (3, 21, 3), (1000, 937.5, 833.33, 625)),
         ("autoregressive_checkpoint/model.pt", "causvid", (3, 21, 3), (1000, 757, 522)),
+        (
+            "autoregressive_checkpoint_warp_4step_cfg2/model.pt",
+            "causvid_4_steps",
+            (3, 21, 3),
+            (1000, 960, 888.89, 727.27),
+        ),
         ("wan_causal_dmd_v2v/model.pt", "stream_diffusion_v2", (3, 21, 3), (1000, 937.5, 833.33, 625)),
         ("krea-realtime-video-14b.safetensors", "krea_realtime_14b", (3, 6, 0), (1000, 937.5, 833.33, 625)),
         ("rewardforcing.pt", "reward_forcing", (3, 12, 3), (1000, 937.5, 833.33, 625)),

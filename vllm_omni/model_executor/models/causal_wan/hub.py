@@ -45,6 +45,9 @@ _UNSTATED = "no licence that their model card states: ask the authors before you
 
 RELEASES = {
     "causvid": _on_1_3b("tianweiy/CausVid", ("autoregressive_checkpoint/model.pt",), 11.4, _CC_BY_NC_SA),
+    "causvid_4_steps": _on_1_3b(
+        "tianweiy/CausVid", ("autoregressive_checkpoint_warp_4step_cfg2/model.pt",), 11.4, _CC_BY_NC_SA
+    ),
     "stream_diffusion_v2": _on_1_3b("jerryfeng/StreamDiffusionV2", ("wan_causal_dmd_v2v/model.pt",), 5.7),
     "longlive": _on_1_3b(
         "Efficient-Large-Model/LongLive-1.3B", ("models/longlive_base.pt", "models/lora.pt"), 8.5, _LONGLIVE

@@ -64,6 +64,7 @@ RELEASES = (
         shift=8.0,
         warps_steps=False,
     ),
+    Release("causvid_4_steps", ("autoregressive_checkpoint_warp_4step_cfg2/model.pt",), shift=8.0),
     Release("stream_diffusion_v2", ("wan_causal_dmd_v2v/model.pt", "wan_causal_dmd_v2v_14b/model.pt")),
     Release(
         "longlive",

@@ -24,6 +24,7 @@ from vllm_omni.model_executor.interfaces import (
     check_parallel_decode,
     check_vae_stage,
 )
+from vllm_omni.model_executor.layers.linear import check_quantization
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState
@@ -92,6 +93,8 @@ class RankParts:
         in_flight.order.steps_behind = check_chunks_in_flight(network, omni, place.num_stages)
         shares_decode = check_parallel_decode(network, omni)
         check_vae_stage(network, omni)
+        if vllm_config.quant_config is not None and not place.is_vae_stage:
+            check_quantization(network, vllm_config.model_config.quantization)
         step_at_a_time = steps_one_at_a_time(vllm_config)
         several_gpus = device.type == "cuda" and num_ranks > 1
         overlap = step_at_a_time and (several_gpus if omni.overlap_decode is None else omni.overlap_decode)

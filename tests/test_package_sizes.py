@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing is large: no file, no function, not the runner, not the README."""
+
+import ast
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+PACKAGE = REPO / "vllm_omni"
+FILE_LINES, FUNCTION_LINES, PAGE_LINES = 500, 100, 100
+RUNNER, RUNNER_LINES = PACKAGE / "worker" / "diffusion" / "runner.py", 200
+TOPOLOGY = {"first_stage", "is_first_rank", "is_last_rank", "is_vae_stage", "last_stage", "num_stages", "world_size"}
+"""Attributes that say where a rank stands among the others."""
+
+
+def test_no_file_of_the_package_is_long() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert len(lengths) > 300
+    assert {str(path.relative_to(REPO)): lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
+
+
+def test_no_function_of_the_package_is_long() -> None:
+    long = {
+        f"{path.relative_to(REPO)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= FUNCTION_LINES
+    }
+    assert long == set()
+
+
+def test_the_runner_is_short_and_knows_no_topology() -> None:
+    """Roles do."""
+    source = RUNNER.read_text()
+    assert len(source.splitlines()) <= RUNNER_LINES
+    named = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    assert named & TOPOLOGY == set()
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= PAGE_LINES
