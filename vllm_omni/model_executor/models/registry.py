@@ -81,6 +81,7 @@ class ModelFamily:
     """One family, as the command line and the config parser know it.
 
     detect: whether a directory holds a checkpoint of this family (any of its layouts); must be cheap and not raise.
+    why_not: a directory that is not detected -> the reason, in one line; None = it holds nothing like this family's.
     hf_config: a directory -> keyword arguments of a `PretrainedConfig` (`architectures`, `dtype`, sizes, layout).
     Raises ValueError with one line when the directory is unusable.
     layouts: the layouts `make_tiny` can write, default first.
@@ -106,6 +107,7 @@ class ModelFamily:
     detect: Callable[[Path], bool]
     hf_config: Callable[[Path], dict[str, Any]]
     layouts: tuple[str, ...]
+    why_not: Callable[[Path], str | None] | None = None
     default_size: Callable[[dict[str, Any]], tuple[int, int]] | None = None
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
@@ -156,4 +158,5 @@ def detect_family(path: Path, executor: str | None = None) -> ModelFamily:
     if owners:
         raise ValueError(f"--distributed-executor-backend {executor} serves {owners[0].title}; {path} is none")
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-    raise ValueError(f"{path} is no checkpoint of {', '.join(_FAMILY_MODULES)}: found {found}")
+    reasons = [reason for family in families if family.why_not and (reason := family.why_not(path))]
+    raise ValueError("; ".join([f"{path} is no checkpoint of {', '.join(_FAMILY_MODULES)}: found {found}", *reasons]))

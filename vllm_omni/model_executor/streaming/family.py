@@ -30,6 +30,7 @@ def streaming_family(
     facts: Callable[[Stream[Config, Options]], Mapping[str, Any]],
     action_space: Callable[[Stream[Config, Options]], ActionSpace] | None = None,
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
+    why_not: Callable[[Path], str | None] | None = None,
     takes_adapters: bool = False,
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
@@ -68,6 +69,7 @@ def streaming_family(
         title=title,
         architecture=architecture,
         detect=detect,
+        why_not=why_not,
         hf_config=hf_config,
         layouts=layouts,
         default_size=default_size,

@@ -184,11 +184,13 @@ def test_an_unknown_state_dict_says_what_is_known_and_what_was_seen(
 
 
 def test_a_training_checkpoint_alone_is_known_by_its_tensors(network: Tensors, tmp_path: Path) -> None:
-    """A start then names the components that its directory lacks; another network's file is nobody's."""
+    """A start then names the components that its directory lacks; another network's file is refused with its keys."""
     torch.save({"generator": wrapped(network)}, tmp_path / "mine.pt")
     assert detect_family(tmp_path).name == "causal_wan"
     with pytest.raises(ValueError, match=r"lacks vae, text_encoder, tokenizer .*vllm-omni download causal_wan"):
         check_complete("causal_wan", tmp_path)
     torch.save({"generator": {"conv.weight": torch.ones(1)}}, tmp_path / "mine.pt")
-    with pytest.raises(ValueError, match=r"no checkpoint of .*: found mine\.pt"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of .*: found mine\.pt; .*its keys are 'conv\.weight'.*generator_ema"
+    ):
         detect_family(tmp_path)

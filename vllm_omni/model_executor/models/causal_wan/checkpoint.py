@@ -85,7 +85,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     elif (found := find_release(path)) is not None:
         origin, transformer = found
         lora = origin.find_lora(path)
-    elif (unnamed := find_unnamed(path)) is not None and (has_components(path) or _holds_network(unnamed)):
+    elif (unnamed := find_unnamed(path)) is not None and (has_components(path) or why_not(path) is None):
         transformer = unnamed
     else:
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
@@ -130,12 +130,17 @@ def hf_config(path: Path) -> dict[str, Any]:
     return chunk_hf_config("CausalWanPipeline", "causal_wan", layout, transformer, config, TRANSFORMER_RULES, **facts)
 
 
-def _holds_network(path: Path) -> bool:
-    """Whether a training checkpoint holds a Wan network: where no component lies beside it, only its tensors tell."""
+def why_not(path: Path) -> str | None:
+    """Why the only training checkpoint of a directory holds no Wan network; None if it does, or none is there.
+
+    Where no component lies beside it, only its tensors tell.
+    """
     try:
-        return bool(open_transformer(path).shapes)
-    except ValueError:
-        return False
+        if (unnamed := find_unnamed(path)) is not None:
+            open_transformer(unnamed)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _is_causal_diffusers(path: Path) -> bool:

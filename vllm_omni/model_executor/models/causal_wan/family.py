@@ -6,7 +6,7 @@ from typing import Any
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
-from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_config, is_checkpoint
+from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_config, is_checkpoint, why_not
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions, CausalWanStream, read_stream
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
@@ -44,6 +44,7 @@ FAMILY = streaming_family(
     title="Causal Wan 2.1: streaming video from text, a picture or a video (Self-Forcing, LongLive, CausVid, ...)",
     architecture="CausalWanPipeline",
     detect=is_checkpoint,
+    why_not=why_not,
     hf_config=hf_config,
     layouts=LAYOUTS,
     read=read_stream,
