@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,14 +28,20 @@ MEMORY_S: Final = 3.0
 _MOST_ADDRESSES: Final = 4096
 
 
+@dataclass
+class _Address:
+    """closed_s: when a WebSocket of it was last closed as a flood. opens_s: when the newest that waits is opened."""
+
+    closed_s: float
+    opens_s: float = 0.0
+
+
 class FloodDelay:
     """Notes each WebSocket that ends with 1008, whoever of server and application closes it."""
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._clock = app, clock
-        self._closed_s: OrderedDict[str, float] = OrderedDict()
-        self._opens_s: dict[str, float] = {}
-        """When the newest of an address's waiting WebSockets opens."""
+        self._addresses: OrderedDict[str, _Address] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":
@@ -53,18 +60,17 @@ class FloodDelay:
         await self._app(scope, watched_receive, watched_send)
 
     def _wait_s(self, address: str) -> float:
-        now_s = self._clock()
-        if now_s - self._closed_s.get(address, -MEMORY_S) >= MEMORY_S:
+        now_s, known = self._clock(), self._addresses.get(address)
+        if known is None or now_s - known.closed_s >= MEMORY_S:
             return 0.0
-        opens_s = max(now_s + DELAY_S, self._opens_s.get(address, 0.0) + GAP_S)
-        self._opens_s[address] = min(opens_s, now_s + MOST_DELAY_S)
-        return self._opens_s[address] - now_s
+        known.opens_s = min(max(now_s + DELAY_S, known.opens_s + GAP_S), now_s + MOST_DELAY_S)
+        return known.opens_s - now_s
 
     def _watched(self, address: str, end: str, message: Message) -> Message:
         if message["type"] == end and message.get("code") == CloseCode.POLICY_VIOLATION:
-            self._closed_s[address] = self._clock()
-            self._closed_s.move_to_end(address)
-            if len(self._closed_s) > _MOST_ADDRESSES:
-                oldest, _ = self._closed_s.popitem(last=False)
-                self._opens_s.pop(oldest, None)
+            now_s = self._clock()
+            self._addresses.setdefault(address, _Address(now_s)).closed_s = now_s
+            self._addresses.move_to_end(address)
+            if len(self._addresses) > _MOST_ADDRESSES:
+                self._addresses.popitem(last=False)
         return message

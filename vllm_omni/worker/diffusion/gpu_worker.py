@@ -18,8 +18,8 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # A pass of a wide network is some 2000 kernels, and the host waits while 1024 are queued: a chunk's result,
-        # which leaves when its clean pass is launched, waited for half of it. Read when the CUDA context is made.
+        # A pass of a wide network is some 1700 kernels, and the host waits while 1024 are queued: a chunk's result,
+        # which leaves when its clean pass is launched, waited for much of it. Read when the CUDA context is made.
         os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
         if self.parallel_config.pipeline_parallel_size > 1:
             # Receives from other stages wait on the device, and streams that share a hardware queue wait for one
