@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from torch.nn import functional
 
 from vllm_omni.model_executor.models.wan import stacked_frames
 from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
-from vllm_omni.model_executor.models.wan.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.fused_layers import Passes, convolved_each
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.stacked_frames import Activation
+from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Layout
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig
+from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES, product_dtype
 
 START = time.monotonic()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -305,6 +307,8 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
             )
         )
         weight = random(channels, channels, 3, 3, 3)
+        if frames in OF_FRAMES:
+            found |= time_combined(name, x, past, residual, gamma, bias, weight)
         wide = random(frames, height, width, 3 * channels).permute(0, 3, 1, 2)
         flat = random(1, frames + 2, height, width, channels).permute(0, 4, 1, 2, 3)
         side_by_side = stacked_frames.folded(stacked_frames.fold_memory(weight))
@@ -329,6 +333,36 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
             )
             of_taps = functional.conv2d(frames_NCHW, taps, padding=1).permute(0, 2, 3, 1)[None]
             found["sum of taps"] = milliseconds(lambda x=of_taps, bias=bias[:3]: stacked_frames.sum_of_taps(x, bias))
+    return found
+
+
+def time_combined(
+    name: str,
+    x: torch.Tensor,
+    past: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    bias: torch.Tensor,
+    weight: torch.Tensor,
+) -> dict[str, float]:
+    """Passes behind and before convolutions of combined frames, and these."""
+    from vllm_omni.model_executor.models.wan import stack_kernels
+
+    found: dict[str, float] = {}
+    served = stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS
+    products = torch.randn(len(x) + 2, 1, *x.shape[1:], device=DEVICE).to(product_dtype(DTYPE))
+    behind = Activation(products, bias, products=True)
+    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
+        stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS = block, warps
+        key = f"{name}: combined pass, block {block}, {warps} warps"
+        pass_over = partial(stack_kernels.stack_frames, past=past, gamma=gamma, layout=Layout.COMBINED)
+        found[key] = milliseconds(partial(pass_over, behind))
+        found[f"{key}, with sum"] = milliseconds(
+            partial(pass_over, Activation(products, bias, residual, products=True), want_sum=True)
+        )
+    stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS = served
+    combined, weights = products, OF_FRAMES[len(x)].transformed(weight)
+    found[f"{name}: convolutions of combined frames"] = milliseconds(lambda: convolved_each(combined, weights, (1, 1)))
     return found
 
 

@@ -13,6 +13,7 @@ from vae_streams import assert_caches_close, decode_stream, plainly_fused, rando
 from vllm_omni.model_executor.models.wan.fused_decoder import fused_decoder
 from vllm_omni.model_executor.models.wan.stacked_frames import (
     Activation,
+    Layout,
     add_up,
     stack_frames,
     subpixel,
@@ -122,15 +123,15 @@ def test_upsampling_before_the_convolution_is_a_smaller_one_after_it() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("side_by_side", [True, False])
-def test_three_frames_of_channels_make_a_causal_convolution(side_by_side: bool) -> None:
+@pytest.mark.parametrize("layout", [Layout.SIDE_BY_SIDE, Layout.IN_TURN])
+def test_three_frames_of_channels_make_a_causal_convolution(layout: Layout) -> None:
     """Side by side in its input, or its three taps' results side by side and then added."""
     generator = torch.Generator().manual_seed(0)
     past, x = (torch.randn(2, frames, 4, 5, 6, generator=generator) for frames in (2, 3))
     layer = nn.Conv3d(6, 3, 3, padding=(0, 1, 1))
-    stacked = stack_frames(Activation(x.flatten(0, 1)), past, side_by_side=side_by_side)
+    stacked = stack_frames(Activation(x.flatten(0, 1)), past, layout=layout)
     frames = stacked.frames.permute(0, 3, 1, 2)
-    if side_by_side:
+    if layout is Layout.SIDE_BY_SIDE:
         found = functional.conv2d(frames, layer.weight.transpose(1, 2).flatten(1, 2), layer.bias, padding=1)
         found = found.permute(0, 2, 3, 1).unflatten(0, (2, 3))
     else:

@@ -13,22 +13,44 @@ from vllm_omni.model_executor.models.wan import stacked_frames
 from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder
 from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder
 from vllm_omni.model_executor.models.wan.fused_layers import Passes
-from vllm_omni.model_executor.models.wan.stacked_frames import Activation
+from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Layout
+from vllm_omni.model_executor.models.wan.winograd import product_dtype
 
 CASES: list[dict[str, Any]] = [
     {"channels": channels, "streams": streams, "frames": frames, "size": size, **options}
     for (channels, streams, frames, size), options in product(
         [(6, 1, 3, (4, 6)), (16, 2, 1, (2, 2)), (33, 2, 4, (6, 10))],
         [
-            {"gamma": True, "side_by_side": True},
-            {"gamma": True, "side_by_side": True, "bias": True, "residual": True, "want_sum": True},
-            {"gamma": True, "side_by_side": False, "bias": True, "edge_rows": 1},
-            {"gamma": True, "side_by_side": True, "bias": True, "want_sum": True, "shuffled": True, "edge_rows": 1},
-            {"gamma": False, "side_by_side": True, "bias": True, "residual": True},
-            {"gamma": False, "side_by_side": False},
+            {"gamma": True, "layout": Layout.SIDE_BY_SIDE},
+            {"gamma": True, "layout": Layout.SIDE_BY_SIDE, "bias": True, "residual": True, "want_sum": True},
+            {"gamma": True, "layout": Layout.IN_TURN, "bias": True, "edge_rows": 1},
+            {
+                "gamma": True,
+                "layout": Layout.SIDE_BY_SIDE,
+                "bias": True,
+                "want_sum": True,
+                "shuffled": True,
+                "edge_rows": 1,
+            },
+            {"gamma": False, "layout": Layout.SIDE_BY_SIDE, "bias": True, "residual": True},
+            {"gamma": False, "layout": Layout.IN_TURN},
         ],
     )
 ]
+CASES += [
+    {"channels": channels, "streams": streams, "frames": frames, "size": (4, 6), "gamma": True, **options}
+    for (channels, streams, frames), options in product(
+        [(6, 1, 2), (33, 2, 4)],
+        [
+            {"layout": Layout.COMBINED, "bias": True, "want_sum": True, "shuffled": True, "edge_rows": 1},
+            {"layout": Layout.COMBINED, "bias": True, "residual": True, "want_sum": True, "products": True},
+            {"layout": Layout.COMBINED, "bias": True, "products": True, "edge_rows": 1},
+            {"layout": Layout.SIDE_BY_SIDE, "bias": True, "residual": True, "products": True},
+            {"layout": Layout.IN_TURN, "bias": True, "residual": True, "products": True, "edge_rows": 1},
+        ],
+    )
+]
+"""Combined by F(2, 3) and F(4, 3) before a convolution, behind one, and both."""
 
 
 def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: str) -> None:
@@ -41,27 +63,32 @@ def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: s
     options = dict(case)
     channels, streams, count = (options.pop(name) for name in ("channels", "streams", "frames"))
     height, width = options.pop("size")
-    shuffled = options.pop("shuffled", False)
+    shuffled, products = (options.pop(name, False) for name in ("shuffled", "products"))
     frames = streams * count
-    shape = (frames, height // 2 + 1, width // 2 + 1, 4 * channels) if shuffled else (frames, height, width, channels)
-    x = random(*shape)
+    x = (
+        random(frames, height // 2 + 1, width // 2 + 1, 4 * channels)
+        if shuffled
+        else random(frames, height, width, channels)
+    )
+    if products:
+        x = random(count + 2, streams, height, width, channels).to(product_dtype(dtype)) / 16
     bias = random(channels) if options.pop("bias", False) else None
     residual = random(frames, height, width, channels) if options.pop("residual", False) else None
     options["gamma"] = random(channels) + 2 if options.pop("gamma") else None
     past = random(streams, 2, height, width, channels)
 
     def activation(dtype: torch.dtype) -> Activation:
-        terms = [None if term is None else term.to(dtype, copy=True) for term in (x, bias, residual)]
-        assert terms[0] is not None
-        return Activation(terms[0], terms[1], terms[2], shuffled)
+        of_x = product_dtype(dtype) if products else dtype
+        terms = [None if term is None else term.to(dtype, copy=True) for term in (bias, residual)]
+        return Activation(x.to(of_x, copy=True), *terms, shuffled=shuffled, products=products)
 
     exact = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     expected = stacked_frames.stack_frames(activation(torch.float32), past.float(), **exact)
     found = kernels.stack_frames(activation(dtype), past, **options)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     edge = options.get("edge_rows", 0)
-    own = slice(edge, found.frames.shape[1] - edge)
-    pairs = [(found.frames[:, own], expected.frames[:, own]), (found.newest, expected.newest)]
+    own = slice(edge, found.frames.shape[-3] - edge)
+    pairs = [(found.frames[..., own, :, :], expected.frames[..., own, :, :]), (found.newest, expected.newest)]
     assert (found.total is None) == (expected.total is None)
     if found.total is not None and expected.total is not None:
         pairs.append((found.total, expected.total))

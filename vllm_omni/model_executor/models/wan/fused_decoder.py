@@ -8,7 +8,7 @@ Held by tests/model_executor/models/wan/test_fused_decoder.py.
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are [N, H, W, C] in memory
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -52,16 +52,14 @@ def fused_decoder(decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = F
 class FusedDecoder(FusedLayers):
     """Decodes latent frames by the layers of a `WanDecoder3d`, whose weights it lays out for its convolutions.
 
-    It keeps weights that it derives from some; `forget` them when weights were loaded. graphs: None = latent frames are
-    launched kernel by kernel.
+    graphs: None = latent frames are launched kernel by kernel.
     """
 
     def __init__(
         self, decoder: Any, bands: RowBands | None, passes: Passes, graphs: DecoderGraphs | None = None
     ) -> None:
-        super().__init__(decoder, [decoder.conv_in, decoder.mid_block, decoder.up_blocks[0].resnets], bands, passes)
+        super().__init__(decoder, _frames_of_levels(decoder), bands, passes)
         self.decoder, self.graphs = decoder, graphs
-        self._derived: dict[nn.Module, torch.Tensor] = {}
 
     def __call__(
         self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
@@ -72,6 +70,7 @@ class FusedDecoder(FusedLayers):
         features. Returns frames [B, 3, T, H, W], T = 4 (1 at a start), and the features, which are good until the next
         decode of other streams (`kept`).
         """
+        self.derive()
         first = features is None
         if features is None:
             features = zero_features(x_BCTHW, shapes)
@@ -88,18 +87,18 @@ class FusedDecoder(FusedLayers):
         return _LatentPass(self, features, len(x_BCTHW), first, in_place=True).decode(x_BCTHW)
 
     def forget(self) -> None:
-        self._derived.clear()
+        super().forget()
         if self.graphs is not None:
             self.graphs.forget()
 
-    def derived(self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`form` of the layer's weight, kept."""
-        if layer not in self._derived:
-            weight: Any = layer.weight
-            self._derived[layer] = form(weight)
-            if weight.is_cuda:
-                torch.cuda.current_stream(weight.device).synchronize()  # the next decode may run on another stream
-        return self._derived[layer]
+
+def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
+    """Each level's blocks, and the frames of a later latent frame there."""
+    frames = 1
+    for level in decoder.up_blocks:
+        yield level.resnets, frames
+        if level.upsamplers is not None and level.upsamplers[0].mode == "upsample3d":
+            frames *= 2
 
 
 class _LatentPass(FramesPass):
@@ -145,7 +144,7 @@ class _LatentPass(FramesPass):
         """The last convolution, to so few channels that its three taps are made beside each other and then added."""
         decoder = self.whole.decoder
         layer = decoder.conv_out
-        frames, _ = self.stacked(layer, at, gamma=decoder.norm_out.gamma.flatten(), side_by_side=False)
+        frames, _ = self.stacked(layer, at, gamma=decoder.norm_out.gamma.flatten())
         rows = 0 if self.whole.bands is not None else 1
         of_taps = convolved(frames, self.whole.derived(layer, taps_as_channels), (rows, 1))
         pixels_BTHWO = sum_of_taps(of_taps.unflatten(0, (self.streams, -1)), layer.bias)

@@ -8,10 +8,12 @@ Held by tests/model_executor/models/wan/test_fused_encoder.py.
 
 # B streams, T frames, C channels, H rows, W columns
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanResidualBlock
+from torch import nn
 
 from vllm_omni.model_executor.models.wan.fused_layers import (
     FramesPass,
@@ -35,8 +37,7 @@ class FusedEncoder(FusedLayers):
     """Encodes frames by the layers of a `WanEncoder3d`, whose weights it lays out for its convolutions."""
 
     def __init__(self, encoder: Any, passes: Passes) -> None:
-        last_level = encoder.down_blocks[-encoder.num_res_blocks :]
-        super().__init__(encoder, [encoder.conv_in, last_level, encoder.mid_block, encoder.conv_out], None, passes)
+        super().__init__(encoder, _frames_of_blocks(encoder), None, passes)
         self.encoder = encoder
 
     def __call__(
@@ -51,6 +52,16 @@ class FusedEncoder(FusedLayers):
         if features is None:
             features = zero_features(x_BCTHW, shapes)
         return _LatentPass(self, features, len(x_BCTHW), first).encode(x_BCTHW), features
+
+
+def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
+    """Each residual block, and the frames of a later latent frame there."""
+    frames = 4
+    for layer in encoder.down_blocks:
+        if isinstance(layer, WanResidualBlock):
+            yield layer, frames
+        elif layer.mode == "downsample3d":
+            frames //= 2
 
 
 class _LatentPass(FramesPass):

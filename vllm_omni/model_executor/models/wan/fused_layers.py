@@ -10,7 +10,7 @@ Held by tests/model_executor/models/wan/test_fused_decoder.py and test_fused_enc
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are [N, H, W, C] in memory
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,14 @@ from torch.nn import functional
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.stacked_frames import Activation, StackFrames, fold_memory, folded
+from vllm_omni.model_executor.models.wan.stacked_frames import (
+    Activation,
+    Layout,
+    StackFrames,
+    fold_memory,
+    folded,
+)
+from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES
 
 
 @dataclass(frozen=True)
@@ -49,31 +56,61 @@ def fastest_passes(weight: torch.Tensor) -> Passes | None:
 class FusedLayers:
     """Lays the weights of a network's convolutions over three frames out in place, and convolves with them.
 
-    in_three_dimensions: parts whose convolutions stay 3-D, since cuDNN's is the faster one there: they see one frame of
-    latent size at a time, or few channels.
+    It keeps weights that it derives from some; `forget` them when weights were loaded.
+
+    frames: parts of the network, each with the number of frames that its convolutions find in a latent frame (in a
+    stream's first one, 1). Those that find several combine them (`Layout.COMBINED`). Those that find one, and those of
+    no part, stay 3-D, since cuDNN's is the faster one there: frames are small or have few channels.
     """
 
     def __init__(
-        self, network: nn.Module, in_three_dimensions: Iterable[nn.Module], bands: RowBands | None, passes: Passes
+        self, network: nn.Module, frames: Iterable[tuple[nn.Module, int]], bands: RowBands | None, passes: Passes
     ) -> None:
         self.bands, self.passes = bands, passes
-        solid = (layer for part in in_three_dimensions for layer in part.modules())
-        self._in_three_dimensions = {
-            id(layer) for layer in solid if isinstance(layer, WanCausalConv3d) and layer.kernel_size == (3, 3, 3)
+        self._combining = {
+            layer: OF_FRAMES[count]
+            for part, count in frames
+            for layer in part.modules()
+            if count > 1 and isinstance(layer, WanCausalConv3d) and layer.kernel_size == (3, 3, 3)
         }
+        self._derived: dict[nn.Module, torch.Tensor] = {}
         for layer in network.modules():
-            if isinstance(layer, WanCausalConv3d) and self.lies_side_by_side(layer):
+            if isinstance(layer, WanCausalConv3d) and self.layout(layer, 1) is Layout.SIDE_BY_SIDE:
                 layer.weight.data = fold_memory(layer.weight.data)
 
-    def convolve(self, layer: WanCausalConv3d, frames: torch.Tensor, streams: int) -> torch.Tensor:
-        """`StackFrames` for `layer` -> [N, H, W, O], without the bias."""
-        rows = 0 if self.bands is not None else 1
-        if not self.lies_side_by_side(layer):
-            return rows_last(functional.conv3d(by_streams(frames, streams), layer.weight, padding=(0, rows, 1)))
-        return convolved(frames, folded(layer.weight), (rows, 1))
+    def layout(self, layer: WanCausalConv3d, frames: int) -> Layout:
+        """Of the input of `layer`. frames: of each stream."""
+        if layer in self._combining:
+            return Layout.SIDE_BY_SIDE if frames == 1 else Layout.COMBINED
+        return Layout.IN_TURN if layer.kernel_size == (3, 3, 3) else Layout.SIDE_BY_SIDE
 
-    def lies_side_by_side(self, layer: nn.Module) -> bool:
-        return id(layer) not in self._in_three_dimensions
+    def convolve(self, layer: WanCausalConv3d, frames: torch.Tensor, streams: int) -> Activation:
+        """`Stacked.frames` in the `layout` of `layer` -> its result."""
+        rows = 0 if self.bands is not None else 1
+        if frames.dim() == 5:
+            x = convolved_each(frames, self.derived(layer, self._combining[layer].transformed), (rows, 1))
+            return Activation(x, layer.bias, products=True)
+        if layer in self._combining:
+            return Activation(convolved(frames, folded(layer.weight), (rows, 1)), layer.bias)
+        x_BCTHW = functional.conv3d(by_streams(frames, streams), layer.weight, padding=(0, rows, 1))
+        return Activation(rows_last(x_BCTHW), layer.bias)
+
+    def derived(self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`form` of the layer's weight, kept."""
+        if layer not in self._derived:
+            weight: Any = layer.weight
+            self._derived[layer] = form(weight)
+            if weight.is_cuda:
+                torch.cuda.current_stream(weight.device).synchronize()  # the next decode may run on another stream
+        return self._derived[layer]
+
+    def derive(self) -> None:
+        """Derive the weights of combined frames now: a graph that is captured must find them."""
+        for layer, winograd in self._combining.items():
+            self.derived(layer, winograd.transformed)
+
+    def forget(self) -> None:
+        self._derived.clear()
 
 
 class FramesPass:
@@ -85,7 +122,7 @@ class FramesPass:
         """Of the next layer's feature."""
 
     def stacked(
-        self, layer: WanCausalConv3d, at: Activation, *, want_sum: bool = False, side_by_side: bool = True, **more: Any
+        self, layer: WanCausalConv3d, at: Activation, *, want_sum: bool = False, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The input of `layer` and the sum; its feature is replaced."""
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
@@ -93,13 +130,13 @@ class FramesPass:
         stacked = self.layers.passes.stack_frames(
             at,
             past_BCTHW.permute(0, 2, 3, 4, 1).contiguous(),
-            side_by_side=side_by_side and self.layers.lies_side_by_side(layer),
+            layout=self.layers.layout(layer, at.frames // self.streams),
             edge_rows=0 if bands is None else 1,
             want_sum=want_sum,
             **more,
         )
         if bands is not None:
-            bands.fill_edges(stacked.frames)
+            bands.fill_edges(stacked.frames.flatten(0, -4))
         self.keep(stacked.newest.permute(0, 4, 1, 2, 3))
         return stacked.frames, stacked.total
 
@@ -114,20 +151,20 @@ class FramesPass:
     def convolve(self, layer: WanCausalConv3d, at: Activation, **more: Any) -> Activation:
         """`layer` behind its pass, of which only the convolution's input is wanted."""
         frames, _ = self.stacked(layer, at, **more)
-        return Activation(self.layers.convolve(layer, frames, self.streams), layer.bias)
+        return self.layers.convolve(layer, frames, self.streams)
 
     def residual(self, block: WanResidualBlock, at: Activation) -> Activation:
         frames, total = self.stacked(block.conv1, at, gamma=block.norm1.gamma.flatten(), want_sum=True)
         assert total is not None
-        at = Activation(self.layers.convolve(block.conv1, frames, self.streams), block.conv1.bias)
+        at = self.layers.convolve(block.conv1, frames, self.streams)
         del frames
         frames, _ = self.stacked(block.conv2, at, gamma=block.norm2.gamma.flatten())
         del at
-        x = self.layers.convolve(block.conv2, frames, self.streams)
+        at = self.layers.convolve(block.conv2, frames, self.streams)
         if isinstance(block.conv_shortcut, WanCausalConv3d):
             shortcut = block.conv_shortcut
             total = functional.linear(total, shortcut.weight.flatten(1), shortcut.bias)
-        return Activation(x, block.conv2.bias, total)
+        return replace(at, residual=total)
 
     def middle(self, mid_block: Any, at: Activation) -> Activation:
         """mid_block: diffusers' of an encoder or a decoder."""
@@ -144,6 +181,22 @@ class FramesPass:
 def convolved(x_NRWC: torch.Tensor, weight: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
     out = functional.conv2d(x_NRWC.permute(0, 3, 1, 2), weight, padding=padding)
     return out.permute(0, 2, 3, 1).contiguous()
+
+
+def convolved_each(x_JBRWC: torch.Tensor, weight_JOCHW: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+    """[J, B, R, W, C], each J by its own weight, into one tensor [J, B, H, W, O]."""
+    streams, rows, width = x_JBRWC.shape[1:4]
+    shape = (len(x_JBRWC), streams, rows + 2 * padding[0] - 2, width + 2 * padding[1] - 2, weight_JOCHW.shape[1])
+    out_JBHWO = x_JBRWC.new_empty(shape)
+    for x_BRWC, weight, out_BHWO in zip(x_JBRWC, weight_JOCHW, out_JBHWO, strict=True):
+        x, out = x_BRWC.permute(0, 3, 1, 2), out_BHWO.permute(0, 3, 1, 2)
+        if x.is_cuda and torch.version.cuda is not None:
+            cudnn = torch.backends.cudnn
+            flags = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
+            torch.cudnn_convolution(x, weight, padding, (1, 1), (1, 1), 1, *flags, out=out)
+        else:
+            out.copy_(functional.conv2d(x, weight, padding=padding))
+    return out_JBHWO
 
 
 def rows_last(x_BCTHW: torch.Tensor) -> torch.Tensor:

@@ -10,23 +10,41 @@ Held by tests/model_executor/models/wan/test_stack_kernels.py, on a CPU with Tri
 import torch
 
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
-from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Stacked
+from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Layout, Stacked
+from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES, Matrix, product_dtype
 
 _BLOCK = 4096
 """Elements of a program's block, padding channels included."""
+_COMBINED_BLOCK = 2048
+"""The same where a program holds all frames at once."""
 _WARPS = 8
+
+
+@triton.jit
+def _combined(values, MATRIX: tl.constexpr, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """values: a tuple of blocks, one for each column. Returns their sum, weighted by a row."""
+    total = values[0] * MATRIX[ROW][0]
+    for column in tl.static_range(1, len(MATRIX[ROW])):
+        if MATRIX[ROW][column] != 0:
+            total += values[column] * MATRIX[ROW][column]
+    return total
 
 
 @triton.jit
 def _stack_kernel(  # type: ignore[no-untyped-def]
     x_ptr, bias_ptr, residual_ptr, gamma_ptr, past_ptr, out_ptr, sum_ptr, newest_ptr,
-    T, P, width, edge, scale,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, SLOTS: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, SUM: tl.constexpr, NORM: tl.constexpr, SHUFFLED: tl.constexpr,
+    P, width, edge, scale,
+    T: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, LAYOUT: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SUM: tl.constexpr, NORM: tl.constexpr, SHUFFLED: tl.constexpr,
+    RESULTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """SLOTS: 3 frames side by side, 1 = frames behind each other, 0 = the sum alone. edge: pixels above a frame."""
+    """LAYOUT: a `Layout`'s value, None = the sum alone. edge: pixels above a frame.
+
+    RESULTS: the matrix from products to frames, if `x_ptr` holds products. INPUTS: that of `Layout.COMBINED`.
+    """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
+    streams = tl.num_programs(1)
     channel = tl.arange(0, BLOCK_C)
     mask = (pixel < P)[:, None] & (channel < C)[None, :]
     at = pixel[:, None] * C + channel[None, :]
@@ -43,16 +61,26 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         gamma = tl.load(gamma_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)[None, :] * scale
     out_frame = (P + 2 * edge) * C
-    if SLOTS > 0:
+    if LAYOUT is not None:
         older = tl.load(past_ptr + stream * 2 * frame + at, mask=mask, other=0.0)
         old = tl.load(past_ptr + (stream * 2 + 1) * frame + at, mask=mask, other=0.0)
-    if SLOTS == 1:
+    if LAYOUT == "in turn":
         first = out_ptr + stream * (T + 2) * out_frame + edge * C + at
         tl.store(first, older, mask=mask)
         tl.store(first + out_frame, old, mask=mask)
-    for t in range(T):
+    if RESULTS is not None:
+        products = ()
+        for j in tl.static_range(T + 2):
+            product = tl.load(x_ptr + (j * streams + stream) * frame + at, mask=mask, other=0.0)
+            products = products + (product.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    if INPUTS is not None:
+        frames = (older.to(tl.float32), old.to(tl.float32))
+    for t in tl.static_range(T):
         n = stream * T + t
-        y = tl.load(x_ptr + n * source_frame + source, mask=mask, other=0.0).to(tl.float32)
+        if RESULTS is not None:
+            y = _combined(products, RESULTS, t)
+        else:
+            y = tl.load(x_ptr + n * source_frame + source, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             y += bias
         if RESIDUAL:
@@ -64,18 +92,24 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
             norm = tl.sqrt(tl.sum(y * y, axis=1))
             y = y * (1.0 / tl.maximum(norm, 1e-12))[:, None] * gamma
             y = y * tl.sigmoid(y)
-        if SLOTS > 0:
-            new = y.to(out_ptr.dtype.element_ty)
-            if SLOTS == 3:
+        if INPUTS is not None:
+            frames = frames + (y,)  # type: ignore[assignment]  # noqa: RUF005
+        if LAYOUT is not None:
+            new = y.to(newest_ptr.dtype.element_ty)
+            if LAYOUT == "side by side":
                 wide = out_ptr + (n * out_frame + edge * C) * 3 + pixel[:, None] * (3 * C) + channel[None, :]
                 tl.store(wide, older, mask=mask)
                 tl.store(wide + C, old, mask=mask)
                 tl.store(wide + 2 * C, new, mask=mask)
-            else:
+            elif LAYOUT == "in turn":
                 tl.store(out_ptr + (n + 2 * stream + 2) * out_frame + edge * C + at, new, mask=mask)
             older = old
             old = new
-    if SLOTS > 0:
+    if INPUTS is not None:
+        for j in tl.static_range(T + 2):
+            combined = _combined(frames, INPUTS, j).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (j * streams + stream) * out_frame + edge * C + at, combined, mask=mask)
+    if LAYOUT is not None:
         tl.store(newest_ptr + stream * 2 * frame + at, older, mask=mask)
         tl.store(newest_ptr + (stream * 2 + 1) * frame + at, old, mask=mask)
 
@@ -85,38 +119,46 @@ def stack_frames(
     past: torch.Tensor,
     *,
     gamma: torch.Tensor | None = None,
-    side_by_side: bool = True,
+    layout: Layout = Layout.SIDE_BY_SIDE,
     edge_rows: int = 0,
     want_sum: bool = False,
 ) -> Stacked:
     """As `stacked_frames.stack_frames`."""
     streams, _, height, width, channels = past.shape
-    frames = len(activation.x) // streams
+    frames = activation.frames // streams
     rows = height + 2 * edge_rows
-    shape = (streams * frames, rows, width, 3 * channels)
-    if not side_by_side:
-        shape = (streams * (frames + 2), rows, width, channels)
-    out = past.new_empty(shape)
+    if layout is Layout.COMBINED:
+        out = past.new_empty((frames + 2, streams, rows, width, channels), dtype=product_dtype(past.dtype))
+    elif layout is Layout.SIDE_BY_SIDE:
+        out = past.new_empty((streams * frames, rows, width, 3 * channels))
+    else:
+        out = past.new_empty((streams * (frames + 2), rows, width, channels))
     newest = torch.empty_like(past, memory_format=torch.contiguous_format)
     total = None
     if want_sum:
-        total = _room_for_sum(activation, (streams * frames, height, width, channels))
+        total = _room_for_sum(activation, past)
     # A sum that was added up before is not written again.
     written = None if activation.is_sum else total
-    _launch(activation, past, out, written, newest, gamma, edge_rows, 3 if side_by_side else 1)
+    _launch(activation, past, out, written, newest, gamma, edge_rows, layout)
     return Stacked(out, newest, total)
 
 
 def add_up(activation: Activation) -> torch.Tensor:
-    """As `stacked_frames.add_up`, written over `activation.x`, which is not shuffled."""
+    """As `stacked_frames.add_up`, written over `activation.x` where that is allowed; it is not shuffled."""
     assert not activation.shuffled
-    if not activation.is_sum:
-        _launch(activation, activation.x.unsqueeze(1), None, activation.x, None, None, 0, 0)
-    return activation.x
+    if activation.is_sum:
+        return activation.x
+    of_streams = activation.x[0].unsqueeze(1) if activation.products else activation.x.unsqueeze(1)
+    total = _room_for_sum(activation, of_streams)
+    _launch(activation, of_streams, None, total, None, None, 0, None)
+    return total
 
 
-def _room_for_sum(activation: Activation, shape: tuple[int, ...]) -> torch.Tensor:
-    return activation.x.new_empty(shape) if activation.shuffled else activation.x
+def _room_for_sum(activation: Activation, past: torch.Tensor) -> torch.Tensor:
+    """past: its streams, rows, columns and channels count."""
+    if not (activation.shuffled or activation.products):
+        return activation.x
+    return activation.x.new_empty((activation.frames, *past.shape[2:]), dtype=activation.dtype)
 
 
 def _launch(
@@ -127,18 +169,22 @@ def _launch(
     newest: torch.Tensor | None,
     gamma: torch.Tensor | None,
     edge_rows: int,
-    slots: int,
+    layout: Layout | None,
 ) -> None:
     x, bias, residual = activation.x, activation.bias, activation.residual
     assert all(each is None or each.is_contiguous() for each in (x, bias, residual, past, gamma))
     streams, _, height, width, channels = past.shape
-    pixels = height * width
+    frames, pixels = activation.frames // streams, height * width
+    results: Matrix | None = OF_FRAMES[frames].results if activation.products else None
+    inputs: Matrix | None = OF_FRAMES[frames].inputs if layout is Layout.COMBINED else None
     block_c = triton.next_power_of_2(channels)
-    block_p = max(1, min(_BLOCK // block_c, triton.next_power_of_2(pixels)))
+    block = _BLOCK if results is None and inputs is None else _COMBINED_BLOCK
+    block_p = max(1, min(block // block_c, triton.next_power_of_2(pixels)))
     _stack_kernel[(triton.cdiv(pixels, block_p), streams)](
         x, bias, residual, gamma, past, out, total, newest,
-        len(x) // streams, pixels, width, edge_rows * width, channels**0.5,
-        C=channels, BLOCK_C=block_c, BLOCK_P=block_p, SLOTS=slots, BIAS=bias is not None,
-        RESIDUAL=residual is not None, SUM=total is not None, NORM=gamma is not None, SHUFFLED=activation.shuffled,
+        pixels, width, edge_rows * width, channels**0.5,
+        T=frames, C=channels, BLOCK_C=block_c, BLOCK_P=block_p, LAYOUT=None if layout is None else layout.value,
+        BIAS=bias is not None, RESIDUAL=residual is not None, SUM=total is not None, NORM=gamma is not None,
+        SHUFFLED=activation.shuffled, RESULTS=results, INPUTS=inputs,
         num_warps=_WARPS,
     )  # fmt: skip

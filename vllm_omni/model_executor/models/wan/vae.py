@@ -176,8 +176,9 @@ class StreamingWanVAE(nn.Module):
         _channels_last_on_cuda(self)
         use_cpu_layers(self)
         self._encode_latent: LatentNetwork | None = None
+        self._fused_encoder = fuse_encoder(self.encoder) if encoder else None
         if encoder:
-            self._encode_latent = fuse_encoder(self.encoder) or partial(_step, self.encoder)
+            self._encode_latent = self._fused_encoder or partial(_step, self.encoder)
         self._fused: FusedDecoder | None = fuse(self.decoder, bands) if decoder else None
         self._decode_latent: LatentNetwork | None = self._fused
         if decoder and self._fused is None:
@@ -201,8 +202,9 @@ class StreamingWanVAE(nn.Module):
 
     def forget(self) -> None:
         """Drop tensors derived from weights: others were loaded."""
-        if self._fused is not None:
-            self._fused.forget()
+        for fused in (self._fused, self._fused_encoder):
+            if fused is not None:
+                fused.forget()
 
     @torch.no_grad()
     def encode(self, pixels_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Winograd's F(m, 3) along time: m frames of a convolution over three by m + 2 convolutions over one, not 3 m.
+
+Frames are combined before the convolutions, weights once when they are loaded, and results behind them. Combinations
+and products are kept in fp16: with its three more bits of mantissa, F(4, 3) loses less than bf16 loses without it.
+The maths: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015 (arXiv:1509.09308).
+
+Held by tests/model_executor/models/wan/test_winograd.py.
+"""
+
+# O, C channels; H, W the kernel's rows and columns; T its three frames
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+Matrix = tuple[tuple[float, ...], ...]
+
+_RANGE: Final = 16.0
+"""Inputs are divided by it and results multiplied: fp16 ends at 65504, and layers' results may be larger."""
+
+
+@dataclass(frozen=True)
+class Winograd:
+    """F(m, 3). inputs: [m + 2, m + 2] from frames. weights: [m + 2, 3]. results: [m, m + 2] from products."""
+
+    inputs: Matrix
+    weights: Matrix
+    results: Matrix
+
+    def transformed(self, weight_OCTHW: torch.Tensor) -> torch.Tensor:
+        """[O, C, 3, H, W] -> [m + 2, O, C, H, W], of `product_dtype`, each channels-last; computed in fp32."""
+        matrix = weight_OCTHW.new_tensor(self.weights, dtype=torch.float32)
+        of_products = torch.einsum("jt,octhw->johwc", matrix, weight_OCTHW.float())
+        return of_products.to(product_dtype(weight_OCTHW.dtype)).permute(0, 1, 4, 2, 3)
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of combined frames, weights and products in a network of `dtype`."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
+def _scaled(inputs: Matrix, weights: Matrix, results: Matrix) -> Winograd:
+    return Winograd(
+        tuple(tuple(value / _RANGE for value in row) for row in inputs),
+        weights,
+        tuple(tuple(value * _RANGE for value in row) for row in results),
+    )
+
+
+OF_FRAMES: Final[Mapping[int, Winograd]] = {
+    2: _scaled(
+        ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, -1, 0, 1)),
+        ((1, 0, 0), (1 / 2, 1 / 2, 1 / 2), (1 / 2, -1 / 2, 1 / 2), (0, 0, 1)),
+        ((1, 1, 1, 0), (0, 1, -1, 1)),
+    ),
+    4: _scaled(
+        (
+            (4, 0, -5, 0, 1, 0),
+            (0, -4, -4, 1, 1, 0),
+            (0, 4, -4, -1, 1, 0),
+            (0, -2, -1, 2, 1, 0),
+            (0, 2, -1, -2, 1, 0),
+            (0, 4, 0, -5, 0, 1),
+        ),
+        (
+            (1 / 4, 0, 0),
+            (-1 / 6, -1 / 6, -1 / 6),
+            (-1 / 6, 1 / 6, -1 / 6),
+            (1 / 24, 1 / 12, 1 / 6),
+            (1 / 24, -1 / 12, 1 / 6),
+            (0, 0, 1),
+        ),
+        ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
+    ),
+}
+"""F(2, 3) and F(4, 3), by m: interpolation at 0, 1, -1 (2, -2) and infinity."""
