@@ -51,6 +51,13 @@ CASES += [
     )
 ]
 """Combined by F(2, 3) and F(4, 3) before a convolution, behind one, and both."""
+CASES += [
+    {"channels": 33, "streams": 2, "frames": 1, "size": (4, 6), "gamma": True, "layout": Layout.ALONE, **options}
+    for options in (
+        {"bias": True, "residual": True, "want_sum": True},
+        {"bias": True, "shuffled": True, "want_sum": True, "edge_rows": 1},
+    )
+]
 
 
 def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: str) -> None:

@@ -30,6 +30,7 @@ from vllm_omni.model_executor.models.wan.fused_layers import (
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.stacked_frames import (
     Activation,
+    Layout,
     folded,
     subpixel,
     sum_of_taps,
@@ -107,12 +108,12 @@ class _LatentPass(FramesPass):
     def __init__(
         self, whole: FusedDecoder, features: list[Any], streams: int, first: bool, *, in_place: bool = False
     ) -> None:
-        super().__init__(whole, features, streams, in_place=in_place)
-        self.whole, self.first = whole, first
+        super().__init__(whole, features, streams, first=first, in_place=in_place)
+        self.whole = whole
 
     def decode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
         decoder = self.whole.decoder
-        at = self.convolve(decoder.conv_in, Activation(rows_last(x_BCTHW)))
+        at, _ = self.convolve(decoder.conv_in, Activation(rows_last(x_BCTHW)))
         at = self.middle(decoder.mid_block, at)
         for level in decoder.up_blocks:
             for block in level.resnets:
@@ -136,7 +137,7 @@ class _LatentPass(FramesPass):
         if self.first:
             self.index += 1
             return self.whole.passes.add_up(at)
-        frames, _ = self.stacked(layer, at)
+        frames, _ = self.stacked(layer, at, self.whole.layout(layer))
         pairs = functional.linear(frames, folded(layer.weight).flatten(1), layer.bias)
         return pairs.unflatten(-1, (2, -1)).movedim(-2, 1).flatten(0, 1).contiguous()
 
@@ -144,7 +145,7 @@ class _LatentPass(FramesPass):
         """The last convolution, to so few channels that its three taps are made beside each other and then added."""
         decoder = self.whole.decoder
         layer = decoder.conv_out
-        frames, _ = self.stacked(layer, at, gamma=decoder.norm_out.gamma.flatten())
+        frames, _ = self.stacked(layer, at, Layout.IN_TURN, gamma=decoder.norm_out.gamma.flatten())
         rows = 0 if self.whole.bands is not None else 1
         of_taps = convolved(frames, self.whole.derived(layer, taps_as_channels), (rows, 1))
         pixels_BTHWO = sum_of_taps(of_taps.unflatten(0, (self.streams, -1)), layer.bias)

@@ -68,16 +68,16 @@ class _LatentPass(FramesPass):
     """The frames of one latent frame on their way through the encoder. first: of their stream."""
 
     def __init__(self, whole: FusedEncoder, features: list[Any], streams: int, first: bool) -> None:
-        super().__init__(whole, features, streams)
-        self.whole, self.first = whole, first
+        super().__init__(whole, features, streams, first=first)
+        self.whole = whole
 
     def encode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
         encoder = self.whole.encoder
-        at = self.convolve(encoder.conv_in, Activation(rows_last(x_BCTHW)))
+        at, _ = self.convolve(encoder.conv_in, Activation(rows_last(x_BCTHW)))
         for layer in encoder.down_blocks:
             at = self.residual(layer, at) if isinstance(layer, WanResidualBlock) else self._downsample(layer, at)
         at = self.middle(encoder.mid_block, at)
-        at = self.convolve(encoder.conv_out, at, gamma=encoder.norm_out.gamma.flatten())
+        at, _ = self.convolve(encoder.conv_out, at, gamma=encoder.norm_out.gamma.flatten())
         return by_streams(self.whole.passes.add_up(at), self.streams)
 
     def _downsample(self, layer: WanResample, at: Activation) -> Activation:

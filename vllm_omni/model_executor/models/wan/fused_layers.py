@@ -29,7 +29,6 @@ from vllm_omni.model_executor.models.wan.stacked_frames import (
     Layout,
     StackFrames,
     fold_memory,
-    folded,
 )
 from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES
 
@@ -54,13 +53,13 @@ def fastest_passes(weight: torch.Tensor) -> Passes | None:
 
 
 class FusedLayers:
-    """Lays the weights of a network's convolutions over three frames out in place, and convolves with them.
+    """A network's convolutions over three frames, laid out for 2-D ones where that is faster.
 
     It keeps weights that it derives from some; `forget` them when weights were loaded.
 
     frames: parts of the network, each with the number of frames that its convolutions find in a latent frame (in a
-    stream's first one, 1). Those that find several combine them (`Layout.COMBINED`). Those that find one, and those of
-    no part, stay 3-D, since cuDNN's is the faster one there: frames are small or have few channels.
+    stream's first one, 1). Those that find several combine them. Those that find one, and those of no part, are 3-D,
+    since cuDNN's is the faster one there: frames are small or have few channels.
     """
 
     def __init__(
@@ -75,23 +74,24 @@ class FusedLayers:
         }
         self._derived: dict[nn.Module, torch.Tensor] = {}
         for layer in network.modules():
-            if isinstance(layer, WanCausalConv3d) and self.layout(layer, 1) is Layout.SIDE_BY_SIDE:
+            if isinstance(layer, WanCausalConv3d) and self.layout(layer) is Layout.SIDE_BY_SIDE:
                 layer.weight.data = fold_memory(layer.weight.data)
 
-    def layout(self, layer: WanCausalConv3d, frames: int) -> Layout:
-        """Of the input of `layer`. frames: of each stream."""
+    def layout(self, layer: WanCausalConv3d) -> Layout:
+        """Of the input of `layer` behind a stream's first frame."""
         if layer in self._combining:
-            return Layout.SIDE_BY_SIDE if frames == 1 else Layout.COMBINED
+            return Layout.COMBINED
         return Layout.IN_TURN if layer.kernel_size == (3, 3, 3) else Layout.SIDE_BY_SIDE
 
-    def convolve(self, layer: WanCausalConv3d, frames: torch.Tensor, streams: int) -> Activation:
-        """`Stacked.frames` in the `layout` of `layer` -> its result."""
+    def convolve(self, layer: WanCausalConv3d, frames: torch.Tensor, layout: Layout, streams: int) -> Activation:
+        """frames: `Stacked.frames` in `layout`, which is the layer's or `ALONE`."""
         rows = 0 if self.bands is not None else 1
-        if frames.dim() == 5:
+        if layout is Layout.COMBINED:
             x = convolved_each(frames, self.derived(layer, self._combining[layer].transformed), (rows, 1))
             return Activation(x, layer.bias, products=True)
-        if layer in self._combining:
-            return Activation(convolved(frames, folded(layer.weight), (rows, 1)), layer.bias)
+        if layout is Layout.ALONE:
+            last = layer.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
+            return Activation(convolved(frames, last, (rows, 1)), layer.bias)
         x_BCTHW = functional.conv3d(by_streams(frames, streams), layer.weight, padding=(0, rows, 1))
         return Activation(rows_last(x_BCTHW), layer.bias)
 
@@ -114,15 +114,20 @@ class FusedLayers:
 
 
 class FramesPass:
-    """Frames of some streams on their way through a network. features: replaced in the list; in_place: written to."""
+    """Frames of some streams on their way through a network.
 
-    def __init__(self, layers: FusedLayers, features: list[Any], streams: int, *, in_place: bool = False) -> None:
-        self.layers, self.features, self.streams, self.in_place = layers, features, streams, in_place
+    features: replaced in the list; in_place: written to. first: these are the streams' first frames.
+    """
+
+    def __init__(
+        self, layers: FusedLayers, features: list[Any], streams: int, *, first: bool, in_place: bool = False
+    ) -> None:
+        self.layers, self.features, self.streams, self.first, self.in_place = layers, features, streams, first, in_place
         self.index = 0
         """Of the next layer's feature."""
 
     def stacked(
-        self, layer: WanCausalConv3d, at: Activation, *, want_sum: bool = False, **more: Any
+        self, layer: WanCausalConv3d, at: Activation, layout: Layout, *, want_sum: bool = False, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The input of `layer` and the sum; its feature is replaced."""
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
@@ -130,7 +135,7 @@ class FramesPass:
         stacked = self.layers.passes.stack_frames(
             at,
             past_BCTHW.permute(0, 2, 3, 4, 1).contiguous(),
-            layout=self.layers.layout(layer, at.frames // self.streams),
+            layout=layout,
             edge_rows=0 if bands is None else 1,
             want_sum=want_sum,
             **more,
@@ -148,19 +153,18 @@ class FramesPass:
             self.features[self.index] = newest_BCTHW
         self.index += 1
 
-    def convolve(self, layer: WanCausalConv3d, at: Activation, **more: Any) -> Activation:
-        """`layer` behind its pass, of which only the convolution's input is wanted."""
-        frames, _ = self.stacked(layer, at, **more)
-        return self.layers.convolve(layer, frames, self.streams)
+    def convolve(
+        self, layer: WanCausalConv3d, at: Activation, *, want_sum: bool = False, **more: Any
+    ) -> tuple[Activation, torch.Tensor | None]:
+        """`layer` behind its pass, and the sum."""
+        layout = Layout.ALONE if self.first else self.layers.layout(layer)
+        frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
+        return self.layers.convolve(layer, frames, layout, self.streams), total
 
     def residual(self, block: WanResidualBlock, at: Activation) -> Activation:
-        frames, total = self.stacked(block.conv1, at, gamma=block.norm1.gamma.flatten(), want_sum=True)
+        at, total = self.convolve(block.conv1, at, gamma=block.norm1.gamma.flatten(), want_sum=True)
         assert total is not None
-        at = self.layers.convolve(block.conv1, frames, self.streams)
-        del frames
-        frames, _ = self.stacked(block.conv2, at, gamma=block.norm2.gamma.flatten())
-        del at
-        at = self.layers.convolve(block.conv2, frames, self.streams)
+        at, _ = self.convolve(block.conv2, at, gamma=block.norm2.gamma.flatten())
         if isinstance(block.conv_shortcut, WanCausalConv3d):
             shortcut = block.conv_shortcut
             total = functional.linear(total, shortcut.weight.flatten(1), shortcut.bias)

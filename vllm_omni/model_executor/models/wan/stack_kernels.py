@@ -61,7 +61,10 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         gamma = tl.load(gamma_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)[None, :] * scale
     out_frame = (P + 2 * edge) * C
-    if LAYOUT is not None:
+    if LAYOUT == "alone":
+        older = tl.zeros((BLOCK_P, BLOCK_C), newest_ptr.dtype.element_ty)
+        old = older
+    elif LAYOUT is not None:
         older = tl.load(past_ptr + stream * 2 * frame + at, mask=mask, other=0.0)
         old = tl.load(past_ptr + (stream * 2 + 1) * frame + at, mask=mask, other=0.0)
     if LAYOUT == "in turn":
@@ -101,6 +104,8 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
                 tl.store(wide, older, mask=mask)
                 tl.store(wide + C, old, mask=mask)
                 tl.store(wide + 2 * C, new, mask=mask)
+            elif LAYOUT == "alone":
+                tl.store(out_ptr + n * out_frame + edge * C + at, new, mask=mask)
             elif LAYOUT == "in turn":
                 tl.store(out_ptr + (n + 2 * stream + 2) * out_frame + edge * C + at, new, mask=mask)
             older = old
@@ -129,6 +134,9 @@ def stack_frames(
     rows = height + 2 * edge_rows
     if layout is Layout.COMBINED:
         out = past.new_empty((frames + 2, streams, rows, width, channels), dtype=product_dtype(past.dtype))
+    elif layout is Layout.ALONE:
+        assert frames == 1, "a stream has one first frame"
+        out = past.new_empty((streams, rows, width, channels))
     elif layout is Layout.SIDE_BY_SIDE:
         out = past.new_empty((streams * frames, rows, width, 3 * channels))
     else:

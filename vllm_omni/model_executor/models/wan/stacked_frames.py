@@ -2,8 +2,8 @@
 """The passes between the convolutions of a fused Wan autoencoder, in plain torch: the reference of `stack_kernels.py`.
 
 The pass before a causal convolution over three frames adds the bias and residual that the layer before has left,
-normalises, applies SiLU, and lays frames out so that 2-D convolutions serve: combined for F(m, 3) (`winograd.py`), or
-each beside its two predecessors. Nearest upsampling followed by a 3x3 convolution is one of 2x2 before it: weights that
+normalises, applies SiLU, and lays frames out so that 2-D convolutions serve: combined for F(m, 3) (`winograd.py`), or,
+of a stream's first frame, alone. Nearest upsampling followed by a 3x3 convolution is one of 2x2 before it: weights that
 meet the same cell are summed, for each of a cell's four pixels, whose results lie in four groups of channels until the
 next pass.
 
@@ -26,6 +26,8 @@ from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES, product_dtyp
 class Layout(Enum):
     """How a convolution finds a frame's two predecessors in its input."""
 
+    ALONE = "alone"
+    """[B, R, W, C]: a stream's first frame, whose predecessors are zeros."""
     SIDE_BY_SIDE = "side by side"
     """[N, R, W, 3 C], oldest first."""
     IN_TURN = "in turn"
@@ -84,8 +86,8 @@ class Stacked:
 class StackFrames(Protocol):
     """SiLU(RMS norm over channels) of a sum, behind the frames before it; without `gamma` the sum alone.
 
-    activation: any float dtype, fp32 inside, rounded once. past: the two frames before, [B, 2, H, W, C]. gamma: [C].
-    edge_rows: above and below every frame. want_sum: see `Stacked`.
+    activation: any float dtype, fp32 inside, rounded once. past: the two frames before, [B, 2, H, W, C], not read for
+    `Layout.ALONE`. gamma: [C]. edge_rows: above and below every frame. want_sum: see `Stacked`.
     """
 
     def __call__(
@@ -136,6 +138,9 @@ def stack_frames(
         exact = torch.cat((past.float(), y.unflatten(0, (len(past), -1))), dim=1)
         inputs = exact.new_tensor(OF_FRAMES[joined.shape[1] - 2].inputs)
         stacked = torch.einsum("jt,bt...->jb...", inputs, exact).to(product_dtype(past.dtype))
+    elif layout is Layout.ALONE:
+        joined[:, :2] = 0
+        stacked = joined[:, 2]
     elif layout is Layout.SIDE_BY_SIDE:
         taps = [joined[:, tap : joined.shape[1] - 2 + tap] for tap in range(3)]
         stacked = torch.cat(taps, dim=-1).flatten(0, 1)
