@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which product layers with FP8 weights take, and that cuBLAS's is vLLM's."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
+
+from vllm_omni.model_executor.layers import fp8_product
+from vllm_omni.model_executor.layers.fp8_product import RowwiseFP8Kernel, choose_product
+from vllm_omni.model_executor.layers.rounded_input import round_tokens
+
+
+class Cutlass(CutlassFP8ScaledMMLinearKernel):
+    """Made without the layer and the card that vLLM's needs."""
+
+    def __init__(self, weights: Any) -> None:
+        self.config = type(
+            "Config", (), {"activation_quant_key": kFp8DynamicTokenSym, "weight_quant_key": weights, "out_dtype": None}
+        )()
+        self.layer_param_names = ("weight", "weight_scale", "input_scale", "input_scale_ub")  # type: ignore[assignment]
+        self.logical_output_size = None
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, *, weights: Any = kFp8StaticChannelSym, card: bool = True) -> type:
+    """The class of the kernel of a layer to which vLLM has given its CUTLASS kernel."""
+    monkeypatch.setattr(fp8_product, "_has_rowwise_cublas", lambda: card)
+    monkeypatch.setattr(fp8_product, "CutlassFP8ScaledMMLinearKernel", Cutlass)
+    monkeypatch.setattr(RowwiseFP8Kernel, "__init__", lambda *_: None)
+    layer = nn.Module()
+    layer.quant_method = type("Method", (), {})()
+    layer.quant_method.fp8_linear = Cutlass(weights)
+    choose_product(layer)
+    return type(layer.quant_method.fp8_linear)
+
+
+def test_scales_of_rows_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch) is RowwiseFP8Kernel
+
+
+def test_other_scales_and_cards_keep_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, weights=kFp8StaticTensorSym) is Cutlass
+    assert chosen(monkeypatch, card=False) is Cutlass
+
+
+def test_the_batch_invariant_mode_keeps_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert chosen(monkeypatch) is Cutlass
+
+
+def test_layers_without_fp8_weights_are_left_alone() -> None:
+    layer = nn.Linear(4, 4)
+    choose_product(layer)
+    assert not hasattr(layer, "quant_method")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper card"
+)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(4680, 5120, 13824), (4680, 13824, 5120), (2340, 1536, 1536), (7, 512, 256)])
+def test_cublas_and_cutlass_give_the_same(sizes: tuple[int, int, int], bias: bool) -> None:
+    from vllm import _custom_ops as ops
+
+    tokens, width, out = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(shape, width, device="cuda", generator=generator) for shape in (tokens, out))
+    a, b = round_tokens(x, torch.bfloat16), round_tokens(weight / width**0.5, torch.bfloat16)
+    terms = torch.randn(out, device="cuda", generator=generator).bfloat16() if bias else None
+    exact = (a.data.float() * a.scale).double() @ (b.data.float() * b.scale).double().t()
+    exact = exact if terms is None else exact + terms.double()
+    kernel = RowwiseFP8Kernel.__new__(RowwiseFP8Kernel)
+    found = kernel.apply_scaled_mm(
+        A=a.data, B=b.data.t(), out_dtype=torch.bfloat16, As=a.scale, Bs=b.scale, bias=terms, output_shape=[tokens, out]
+    )
+    of_vllm = ops.cutlass_scaled_mm(a.data, b.data.t(), a.scale, b.scale, torch.bfloat16, terms)
+
+    def error(result: torch.Tensor) -> float:
+        return float((result.double() - exact).norm() / exact.norm())
+
+    assert error(found) < 1.05 * error(of_vllm) < 1e-2
