@@ -69,6 +69,11 @@ def test_what_serves_models_imports_none() -> None:
     assert arrows(r"worker|core|entrypoints(?!\.speech)", NAMED_MODEL) == set()
 
 
+def test_the_planner_imports_no_model() -> None:
+    """It asks the registry's families."""
+    assert arrows("planning", NAMED_MODEL) == set()
+
+
 def test_the_executor_without_workers_imports_none_of_them() -> None:
     """What both need lies below them."""
     assert arrows("executor", "worker") == set()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.planning.stream_model import FamilyPlan
 
 if TYPE_CHECKING:
     from vllm_omni.actions import ActionSpace
@@ -96,6 +97,7 @@ class ModelFamily:
     ValueError in one line, before any process starts; None = the worker finds out.
     kv_cache_dtypes: those of `--kv-cache-dtype` that sessions can be kept in.
     takes_adapters: whether LoRA adapters are served (`SupportsAdapters`).
+    plan: its networks as `vllm-omni plan` sees them; None = they cannot be planned.
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
     autoregressive engine; None = the diffusion worker's. endpoint_plugins: further names in VLLM_PLUGINS.
@@ -116,6 +118,7 @@ class ModelFamily:
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     takes_adapters: bool = False
+    plan: FamilyPlan | None = None
     executor_cls: str | None = None
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     endpoint_plugins: tuple[str, ...] = ()
