@@ -6,7 +6,7 @@ Modules are imported on first use, so that listing families costs nothing.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,10 @@ from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.planning.stream_model import FamilyPlan
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from vllm_omni.actions import ActionSpace
+    from vllm_omni.pipeline.speech import SpeechModel
 
 _FAMILY_MODULES = {
     "null_world": "vllm_omni.testing.null.world.family",
@@ -101,6 +104,8 @@ class ModelFamily:
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
     autoregressive engine; None = the diffusion worker's. endpoint_plugins: further names in VLLM_PLUGINS.
+    start_speech: (directory, options, the server's engine) -> the model, its other engines started; for the speech
+    routes, which the plugin `vllm_omni_speech` adds. None = it does not speak. Raises ValueError for bad options.
     """
 
     name: str
@@ -122,6 +127,7 @@ class ModelFamily:
     executor_cls: str | None = None
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     endpoint_plugins: tuple[str, ...] = ()
+    start_speech: Callable[[Path, OmniConfig, "AsyncLLM"], Awaitable["SpeechModel"]] | None = None
 
     def size_of(self, hf_config: dict[str, Any]) -> tuple[int, int] | None:
         return None if self.default_size is None else self.default_size(hf_config)
