@@ -159,8 +159,9 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm.sampling_params import SamplingParams
 
     from vllm_omni.model_executor.models.qwen2_5_omni.options import StageOptions
-    from vllm_omni.model_executor.models.qwen2_5_omni.speech import AudioChunk, Timings
+    from vllm_omni.model_executor.models.qwen2_5_omni.speech import Timings
     from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
+    from vllm_omni.pipeline.speech import AudioChunk
 
     start = time.perf_counter()
     load_format = "dummy" if args.full_size else "auto"

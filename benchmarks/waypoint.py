@@ -53,7 +53,7 @@ RELEASES = {"v1_5": "waypoint", "v1_5_360p": "waypoint_360p"}
 
 def write_checkpoint(root: Path, release: str) -> None:
     """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
-    from vllm_omni.planning.waypoint import GRIDS, WAYPOINT_1_5
+    from vllm_omni.model_executor.models.waypoint.releases import GRIDS, WAYPOINT_1_5
 
     root.mkdir()
     height, width = GRIDS[RELEASES[release]]

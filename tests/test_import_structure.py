@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way imports go: never in a circle, not even for types, and never from the engine's side to a model."""
+"""Which way imports go: never in a circle, not even for types, and never from a generic file to a model."""
 
 import ast
 import re
 from collections.abc import Mapping, Set
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "vllm_omni"
+NAMED_MODEL = r"model_executor\.models\.\w+\.\w+"
+"""Modules of one model's folder. (`registry` and `capabilities` lie beside the folders.)"""
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -42,55 +45,71 @@ def circle(graph: Mapping[str, Set[str]]) -> list[str]:
     return []
 
 
+@cache
+def graph() -> dict[str, set[str]]:
+    """`{module: modules that it imports}` of the package."""
+    files = modules(PACKAGE)
+    return {name: imports(path.read_text(), files.keys()) - {name} for name, path in files.items()}
+
+
+def arrows(importers: str, imported: str) -> set[tuple[str, str]]:
+    """`(importer, imported)` of all imports between modules whose names, behind `vllm_omni.`, match two expressions."""
+    sources, targets = re.compile(rf"vllm_omni\.({importers})\b"), re.compile(rf"vllm_omni\.({imported})\b")
+    assert any(map(sources.match, graph())) and any(map(targets.match, graph()))
+    return {(name, other) for name in graph() if sources.match(name) for other in graph()[name] if targets.match(other)}
+
+
 def test_there_is_no_circle() -> None:
-    files = modules(PACKAGE)
-    graph = {name: imports(path.read_text(), files.keys()) - {name} for name, path in files.items()}
-    assert len(graph) > 300
-    assert circle(graph) == []
+    assert len(graph()) > 300
+    assert circle(graph()) == []
 
 
-def test_what_serves_models_imports_none() -> None:
-    """But for `entrypoints/speech`, the door of one model."""
-    files = modules(PACKAGE)
-    models = {name for name in files if name.startswith("vllm_omni.model_executor.models.") and name.count(".") > 3}
-    serving = re.compile(r"vllm_omni\.(worker|core|entrypoints(?!\.speech))\b")
-    crossing = {
-        (name, model)
-        for name, path in files.items()
-        if serving.match(name)
-        for model in imports(path.read_text(), files.keys()) & models
-    }
-    assert len(models) > 100
-    assert crossing == set()
+@pytest.mark.parametrize("package", ["worker", "core", "entrypoints", "planning", "pipeline", "sessions"])
+def test_what_serves_models_imports_none(package: str) -> None:
+    """It asks the registry's families."""
+    assert arrows(package, NAMED_MODEL) == set()
+
+
+def test_one_package_outside_models_imports_one() -> None:
+    """The executor without workers runs the pipelines of diffusers, which is one family."""
+    crossing = arrows("(?!testing|model_executor)", NAMED_MODEL)
+    assert {name.split(".")[1] for name, _ in crossing} == {"executor"}
+    assert {model.split(".")[3] for _, model in crossing} == {"diffusers_pipeline"}
+
+
+def test_parts_that_models_share_import_none_but_wan() -> None:
+    """`wan` is shared, too."""
+    shared = r"model_executor\.(?!models\b)|model_executor\.models\.(registry|capabilities|wan)"
+    assert arrows(shared, NAMED_MODEL.replace(r"\w+", r"(?!wan\b)\w+", 1)) == set()
 
 
 def test_the_executor_without_workers_imports_none_of_them() -> None:
     """What both need lies below them."""
-    files = modules(PACKAGE)
-    workers = {name for name in files if name.startswith("vllm_omni.worker")}
-    executors = {name: path for name, path in files.items() if name.startswith("vllm_omni.executor")}
-    assert len(executors) > 8 and len(workers) > 30
-    assert {name for name, path in executors.items() if imports(path.read_text(), files.keys()) & workers} == set()
+    assert arrows("executor", "worker") == set()
+
+
+def test_models_import_nothing_that_moves_sessions() -> None:
+    """They read the state that a file holds (`saved_tensors`), not the file."""
+    assert arrows("model_executor", "sessions") == set()
 
 
 def test_what_serves_imports_no_testing_models() -> None:
     """The command `verify` compares with them."""
-    files = modules(PACKAGE)
-    testing = {name for name in files if name.startswith("vllm_omni.testing")}
-    users = {
-        name
-        for name, path in files.items()
-        if name not in testing and imports(path.read_text(), files.keys()) & testing
+    assert {name for name, _ in arrows("(?!testing)", "testing")} == {"vllm_omni.entrypoints.cli.verify"}
+
+
+def test_arrows_are_seen() -> None:
+    """All that there are, also those to a file beside the folders."""
+    assert arrows(r"model_executor\.models\.registry", "config") == {
+        ("vllm_omni.model_executor.models.registry", "vllm_omni.config")
     }
-    assert len(testing) > 20
-    assert users == {"vllm_omni.entrypoints.cli.verify"}
 
 
 @pytest.mark.parametrize("line", ["from p.b import x", "import p.b", "from p import b", "if 1:\n    from p import b"])
 def test_a_circle_is_seen(line: str) -> None:
     known = {"p", "p.a", "p.b"}
-    graph = {"p.a": imports(line, known), "p.b": imports("from p.a import y", known)}
-    assert set(circle(graph)) == {"p.a", "p.b"}
+    named = {"p.a": imports(line, known), "p.b": imports("from p.a import y", known)}
+    assert set(circle(named)) == {"p.a", "p.b"}
 
 
 def test_only_roles_move_a_chunk_on() -> None:

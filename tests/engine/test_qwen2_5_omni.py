@@ -20,9 +20,10 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults, StageOptions
-from vllm_omni.model_executor.models.qwen2_5_omni.speech import AudioChunk, SpeechComposition, TextDelta
+from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition
 from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.pipeline.speech import AudioChunk, TextDelta
 from vllm_omni.pipeline.stage import StageDied
 
 pytestmark = pytest.mark.nightly

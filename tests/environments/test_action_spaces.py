@@ -12,7 +12,7 @@ from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
 from vllm_omni.model_executor.models.waypoint.config import action_space
-from vllm_omni.planning.waypoint import waypoint_config
+from vllm_omni.model_executor.models.waypoint.releases import released_config
 
 GAME = ActionSpace(
     buttons=(Button("left", "left"), Button("fire", "fire")),
@@ -46,7 +46,7 @@ def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -
 
 def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
     """A random action holds half of them."""
-    space = action_space(waypoint_config("waypoint"))
+    space = action_space(released_config("waypoint"))
     held = {"buttons": np.ones(256, np.int8), "axes": np.zeros(2, np.float32), "scroll": np.int64(1)}
     sent = DiffusionParams(session_id="s", actions=[action_frame(space, held)]).to_pooling_params()
     rows = read_actions(space, DiffusionParams.from_extra_kwargs(sent.extra_kwargs).actions, {}, 1)

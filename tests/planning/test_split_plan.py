@@ -12,6 +12,7 @@ import pytest
 from benchmarks import plan_errors
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import make_parser
+from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.planning.cards import H200, SOURCES, Card
 from vllm_omni.planning.cost import (
     attention_tflop,
@@ -24,7 +25,7 @@ from vllm_omni.planning.cost import (
     weight_bytes,
     window_bytes,
 )
-from vllm_omni.planning.models import NAMES, RELEASED, model_of
+from vllm_omni.planning.models import known_names, model_of, size_names
 from vllm_omni.planning.report import WEIGHT_ITEMSIZES, candidates
 from vllm_omni.planning.stream_model import Split, StreamModel
 
@@ -98,12 +99,12 @@ def test_flops_of_a_pass(name: str, window: int, linear: float, attention: float
 def test_models_have_the_parameters_of_their_checkpoints() -> None:
     expected = [18_544_332_864, 1_709_502_016, 1_418_996_800, 14_288_491_584, 1_619_242_304]
     expected += [1_282_007_192, 1_282_007_192, 2_303_055_808]
-    assert [model_of(name).parameters for name in NAMES] == expected
+    assert [model_of(name).parameters for name in size_names()] == expected
 
 
 def test_published_networks_are_planned_by_their_download_names() -> None:
     """With their windows, sinks and steps; a name that cannot be planned is told with those that can."""
-    settings = {name: (model.window, model.sinks, model.denoise) for name in RELEASED if (model := model_of(name))}
+    settings = {name: (model.window, model.sinks, model.denoise) for name in known_names() if (model := model_of(name))}
     assert settings["longlive"] == settings["reward_forcing"] == (12, 3, 4) and settings["causvid"] == (21, 3, 3)
     assert settings["rolling_forcing"] == (21, 3, 5) and settings["krea_realtime_14b"] == (6, 0, 4)
     assert model_of("krea_realtime_14b").parameters == model_of("causal_wan_14b").parameters
@@ -296,13 +297,27 @@ def test_all_models_stand_in_one_table_by_card(capsys: pytest.CaptureFixture[str
     lines = plan(capsys, "all").splitlines()
     assert lines[0].split()[5::2] == ["16", "24", "32", "48", "80", "96", "141"]
     held = [[int(count) for count in line[70:].split()] for line in lines[1:]]
-    assert len(held) == len(NAMES) * 3 * 2 and all(row == sorted(row) for row in held)
+    assert len(held) == len(size_names()) * 3 * 2 and all(row == sorted(row) for row in held)
     for on_host, beside in zip(held[::2], held[1::2], strict=True):
         assert all(a >= b for a, b in zip(on_host, beside, strict=True))
 
 
 def test_a_checkpoint_directory_can_be_planned(capsys: pytest.CaptureFixture[str], lingbot_world: Path) -> None:
     assert "lingbot_world: 480x832" in plan(capsys, str(lingbot_world), "--n", "2")
+
+
+def test_a_directory_comes_before_a_release_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get_family("causal_wan").make_tiny(tmp_path / "longlive", 0, get_family("causal_wan").layouts[0])
+    released = model_of("longlive")
+    monkeypatch.chdir(tmp_path)
+    assert model_of("longlive").parameters < released.parameters / 1000
+
+
+def test_a_model_that_cannot_be_planned_is_told_with_those_that_can(tmp_path: Path) -> None:
+    get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
+    known = "`plan` knows lingbot_world, causal_wan, matrix_game and waypoint"
+    with pytest.raises(ValueError, match=f"is a null_world; {known}"):
+        model_of(str(tmp_path))
 
 
 @pytest.mark.parametrize(

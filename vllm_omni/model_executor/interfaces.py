@@ -29,7 +29,7 @@ from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.lora.store import Selection
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A streaming model and a split over GPUs as `plan` sees them: sizes and counts; the formulas are in `cost.py`.
 
+A family that can be planned describes its networks in `models/<name>/plan.py` (`FamilyPlan`). Imports nothing.
 Held by tests/planning/.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 _TEXT_ROWS = 512
 _LATENT_CELL = 8
@@ -123,6 +126,25 @@ class StreamModel:
     def area(self) -> float:
         """Of the frames that the autoencoder works on, relative to 480x832."""
         return 1.0 if self.grid_tokens else self.height * self.width / _VAE_PIXELS
+
+
+Changes = Mapping[str, Any]
+"""Fields of `StreamModel` that the user has chosen."""
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """A family's networks, for `vllm-omni plan`.
+
+    sizes: names of networks of different sizes, rows of `plan all`. releases: further names, those of `vllm-omni
+    download`. named: (one of these names, changes) -> the network. of_checkpoint: (checkpoint directory, the family's
+    part of its `hf_config`, changes) -> the network. Both raise ValueError for changes that the family cannot serve.
+    """
+
+    sizes: tuple[str, ...]
+    named: Callable[[str, Changes], StreamModel]
+    of_checkpoint: Callable[[str, Mapping[str, Any], Changes], StreamModel]
+    releases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import torch
 
 from vllm_omni.inputs import UsedLora, UsedLoras
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_bytes import Place, read_at
+from vllm_omni.saved_tensors import CHANNELS_LAST, DTYPE_BYTES, DTYPE_NAMES, ChunkIndex, SavedTensors, StoredTensor
 
 FORMAT_VERSION: Final = 1
 KIND: Final = "vllm_omni.session"
@@ -38,28 +38,7 @@ MAX_TABLE_BYTES: Final = 1 << 20
 """Of the JSON before the tensors: read by the door and by every worker between two steps, some 10 ms at most."""
 MAX_OBJECTS: Final = 4096
 """In that JSON, each tensor being one; a session has some 65 tensors a rank."""
-_DTYPES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-_TORCH_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
-SIZES: Final = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
-_CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
-
 UNSEEN: Final = "a worker does not see the snapshot's file: all ranks need the directory it is in"
-
-ChunkIndex = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +120,7 @@ def describe(
     lora: Sequence[UsedLora] = (),
 ) -> RankDescription:
     """Describe one rank's part of a session. Raises TypeError for a tensor that safetensors has no name for."""
-    unknown = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]
+    unknown = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPE_NAMES]
     if unknown:
         raise TypeError(f"a snapshot cannot hold {', '.join(unknown[:3])}")
     return RankDescription(
@@ -155,29 +134,17 @@ def describe(
                 name for name, tensor in tensors.items() if not tensor.is_contiguous() and _is_channels_last(tensor)
             ],
         ),
-        tensors={name: (_DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()},
+        tensors={name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()},
         lora=list(lora),
     )
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    memory_format = _CHANNELS_LAST.get(tensor.dim())
+    memory_format = CHANNELS_LAST.get(tensor.dim())
     return memory_format is not None and bool(tensor.is_contiguous(memory_format=memory_format))
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
-
-
-class StoredTensor(msgspec.Struct, frozen=True):
-    """An entry of the file's table. data_offsets: begin and end, behind the table.
-
-    No tensor passes `_check_places` with the defaults; they let the metadata, which has no such fields, stand among
-    the tensors while the table is decoded.
-    """
-
-    dtype: str = ""
-    shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-    data_offsets: tuple[int, int] = (-1, -1)
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -283,7 +250,7 @@ class OpenSnapshot:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, EOFError) as error:
                 raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
 
-    def rank(self, rank: int, part: RankPart) -> "SavedTensors":
+    def rank(self, rank: int, part: RankPart) -> SavedTensors:
         """The tensors of one rank; the whole file's table is checked. Raises `RequestFailed` and EOFError."""
         start, table = 8 + len(self._text), self._table()
         prefix = f"rank{rank}."
@@ -314,101 +281,10 @@ def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
     """
     position = 0
     for stored in sorted(table.values(), key=_PLACE):
-        size = SIZES.get(stored.dtype)
+        size = DTYPE_BYTES.get(stored.dtype)
         end = position if size is None else position + size * math.prod(stored.shape)
         if size is None or stored.data_offsets != (position, end):
             raise EOFError("a tensor's place does not fit its shape or its neighbours")
         position = end
     if position != nbytes:
         raise EOFError("the tensors do not fill the file")
-
-
-class SavedTensors:
-    """One rank's tensors of an open snapshot, to be taken one by one; tensors left over are an error.
-
-    Made by `OpenSnapshot.rank`. A tensor is checked when it is asked for; bytes are read together by `read` and
-    `finish`, until when a new tensor holds nothing. Nothing refers to the file afterwards.
-    """
-
-    def __init__(
-        self,
-        file: int,
-        start: int,
-        left: dict[str, StoredTensor],
-        channels_last: frozenset[str],
-        prefix: str = "",
-        pending: list[Place] | None = None,
-    ) -> None:
-        self._file, self._start, self._left = file, start, left
-        self._channels_last, self._prefix = channels_last, prefix
-        self._pending: list[Place] = [] if pending is None else pending
-
-    def under(self, prefix: str) -> "SavedTensors":
-        """The tensors whose names begin with `prefix`, by the rest of their names."""
-        whole = self._prefix + prefix
-        return SavedTensors(self._file, self._start, self._left, self._channels_last, whole, self._pending)
-
-    def names(self, prefix: str = "") -> list[str]:
-        """Names not yet taken that begin with `prefix`, sorted."""
-        whole, length = self._prefix + prefix, len(self._prefix)
-        return sorted(name[length:] for name in self._left if name.startswith(whole))
-
-    def shape(self, name: str) -> list[int] | None:
-        """The shape a tensor was saved in; None if it is not there."""
-        stored = self._left.get(self._prefix + name)
-        return None if stored is None else stored.shape
-
-    def fill(self, places: Mapping[str, torch.Tensor]) -> None:
-        """Have the tensor of each name read into its place. Raises `RequestFailed("invalid_snapshot")`."""
-        for name, place in places.items():
-            self._pending.append((self._claim(name, place.dtype, list(place.shape)), place))
-
-    def take(self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return a new tensor on `device`, in the memory layout it was saved in, to be filled by `read`.
-
-        Raises `RequestFailed("invalid_snapshot")` if the saved tensor has another shape or dtype.
-        """
-        position = self._claim(name, dtype, list(shape))
-        memory_format = torch.contiguous_format
-        if self._prefix + name in self._channels_last:
-            memory_format = _CHANNELS_LAST.get(len(shape), torch.contiguous_format)
-        tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-        self._pending.append((position, tensor))
-        return tensor
-
-    def leave(self, prefix: str) -> None:
-        """Do without the tensors whose names begin with `prefix`."""
-        for name in self.names(prefix):
-            del self._left[self._prefix + name]
-
-    def read(self) -> None:
-        """Fill all tensors requested by `fill` and `take`. Raises OSError and EOFError."""
-        read_at(self._file, sorted(self._pending, key=operator.itemgetter(0)))
-        self._pending.clear()
-
-    def finish(self) -> None:
-        """Read, or raise `RequestFailed("invalid_snapshot")` if some tensor belongs to nothing."""
-        if self._left:
-            raise RequestFailed("invalid_snapshot", f"the snapshot holds unknown tensors {self.names()[:3]}")
-        self.read()
-
-    def _claim(self, name: str, dtype: torch.dtype, shape: list[int]) -> int:
-        """Check a tensor's dtype and shape, take it off the list and return its position in the file, in bytes."""
-        stored = self._left.pop(self._prefix + name, None)
-        if stored is None:
-            raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {self._prefix}{name}")
-        if stored.dtype != _DTYPES.get(dtype) or stored.shape != shape:
-            raise RequestFailed(
-                "invalid_snapshot",
-                f"the snapshot's tensor {self._prefix}{name} is {_TORCH_DTYPES[stored.dtype]} {stored.shape}, "
-                f"expected {dtype} {shape}",
-            )
-        return self._start + stored.data_offsets[0]
-
-
-def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
-    """Convert a rank's scalars strictly. Raises `RequestFailed("invalid_snapshot")` naming the field."""
-    try:
-        return msgspec.convert(dict(scalars), kind)
-    except msgspec.ValidationError as error:
-        raise RequestFailed("invalid_snapshot", f"the snapshot's scalars: {error}") from error

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.saved_tensors import DTYPE_BYTES, StoredTensor
 from vllm_omni.sessions.snapshot import (
     FORMAT_VERSION,
     KEY,
@@ -25,14 +26,12 @@ from vllm_omni.sessions.snapshot import (
     MAX_OBJECTS,
     MAX_TABLE_BYTES,
     METADATA,
-    SIZES,
     UNSEEN,
     RankDescription,
     SnapshotHeader,
-    StoredTensor,
 )
-from vllm_omni.sessions.snapshot_bytes import write_at
 from vllm_omni.storage import STORAGE_FULL, is_disk_full
+from vllm_omni.tensor_bytes import write_at
 
 _ALIGN: Final = 64
 
@@ -73,7 +72,7 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
     for number, rank in enumerate(described):
         position = ends[-1]
         for name, (dtype, shape) in rank.tensors.items():
-            begin, position = position, position + SIZES[dtype] * math.prod(shape)
+            begin, position = position, position + DTYPE_BYTES[dtype] * math.prod(shape)
             entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin, position))
         ends.append(position)
     text = msgspec.json.encode(entries)

@@ -1,18 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speech routes without engines: what a client that leaves does to its request."""
+"""The speech routes without engines: any model that keeps their contract, and clients that leave."""
 
 import asyncio
 import json
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from fastapi import FastAPI
 from starlette.datastructures import State
+from starlette.testclient import TestClient
+from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_omni.entrypoints.speech.encode import wav_file
+from vllm_omni.entrypoints.speech.plugin import SpeechEndpoints
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
-from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.pipeline.speech import AudioChunk
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "modalities": ["text", "audio"]}
+
+
+class Hummer:
+    """A `SpeechModel` that hums whatever it is given, at 16 kHz."""
+
+    sample_rate = 16_000
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], list[int], str | None, int | None]] = []
+
+    def check_voice(self, voice: str | None) -> None:
+        if voice not in (None, "", "low"):
+            raise RequestFailed("invalid_request", f"voice {voice!r} is unknown; known: low")
+
+    def check_alive(self) -> None:
+        pass
+
+    async def read_aloud(
+        self, prompt_ids: list[int], text_ids: list[int], request_id: str, *, voice: str | None, seed: int | None
+    ) -> AsyncIterator[AudioChunk]:
+        self.asked.append((prompt_ids, text_ids, voice, seed))
+        yield AudioChunk(torch.full([160], 0.5), self.sample_rate)
+
+
+@pytest.fixture
+def hummer() -> Hummer:
+    return Hummer()
+
+
+@pytest.fixture
+def client(hummer: Hummer) -> TestClient:
+    async def render(request: Any) -> tuple[None, list[dict[str, list[int]]]]:
+        return None, [{"prompt_token_ids": [7, 8]}]
+
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [len(text)], eos_token_id=0)
+    app, routes, state = FastAPI(), SpeechRoutes(), State()
+    routes.attach(app)
+    state.openai_serving_chat = SimpleNamespace(
+        render_chat_request=render, renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    )
+    model: Any = hummer
+    routes.start(model, state)
+    return TestClient(app)
+
+
+def test_any_model_that_speaks_is_served_at_its_own_sample_rate(client: TestClient, hummer: Hummer) -> None:
+    body = {"input": "hello", "voice": "low", "seed": 3, "response_format": "wav"}
+    answer = client.post("/v1/audio/speech", json=body)
+    assert answer.status_code == 200
+    assert answer.content[24:28] == wav_file(torch.zeros(1), 16_000)[24:28] == (16_000).to_bytes(4, "little")
+    assert len(answer.content) == 44 + 2 * 160
+    assert hummer.asked == [([7, 8], [5, 0], "low", 3)]
+
+
+def test_a_voice_is_the_models_to_refuse(client: TestClient, hummer: Hummer) -> None:
+    answer = client.post("/v1/audio/speech", json={"input": "hello", "voice": "high"})
+    assert answer.status_code == 400 and "known: low" in answer.json()["error"]["message"]
+    assert hummer.asked == []
+
+
+def test_a_model_that_does_not_speak_is_refused_at_start(tmp_path: Path) -> None:
+    get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
+    engine = AsyncLLM.__new__(AsyncLLM)
+    with pytest.raises(ValueError, match="is a null_world, which does not speak"):
+        asyncio.run(SpeechEndpoints().init_state(engine, State(), Namespace(api_server_count=1, model=str(tmp_path))))
 
 
 def test_a_client_that_left_is_not_answered_with_success() -> None:
@@ -29,10 +105,8 @@ def test_a_client_that_left_is_not_answered_with_success() -> None:
     app, routes, state = FastAPI(), SpeechRoutes(), State()
     routes.attach(app)
     state.openai_serving_chat = SimpleNamespace(render_chat_request=render_forever)
-    composition: Any = SimpleNamespace(
-        defaults=SpeechDefaults(), builder=SimpleNamespace(check_voice=str), check_alive=lambda: None
-    )
-    routes.start(composition, state)
+    model: Any = SimpleNamespace(check_voice=str, check_alive=lambda: None)
+    routes.start(model, state)
     assert asyncio.run(post_and_leave(app, "/v1/chat/completions", CHAT)) == 499
     assert cancelled == ["hello"]
 

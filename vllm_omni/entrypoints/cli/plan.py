@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_omni.planning.cards import CARDS
-    from vllm_omni.planning.models import NAMES, model_of
+    from vllm_omni.planning.models import model_of, size_names
     from vllm_omni.planning.report import WEIGHT_ITEMSIZES, fits_text, plan_text
 
     if args.gpu not in CARDS:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--host-launch-ms must be from 0.05 to 100, got {args.host_launch_ms:g}")
         card = card.beside_host(args.host_launch_ms / (1e3 * card.launch_s))
     if args.model == "all":
-        print(fits_text([model_of(name, **sized(changes)) for name in NAMES], card))
+        print(fits_text([model_of(name, **sized(changes)) for name in size_names()], card))
         return 0
     try:
         print(plan_text(model_of(args.model, **changes), card, args.n, args.sessions))

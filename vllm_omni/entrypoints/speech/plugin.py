@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry `vllm_omni_speech`: vLLM's own server, its engine the thinker, learns to speak.
+"""The `vllm.endpoint_plugins` entry `vllm_omni_speech`: vLLM's own server of a language model learns to speak.
 
-It starts the other engines beside the server's, replaces `/v1/chat/completions` (requests without audio go to vLLM's
-own handler, unchanged) and `/health`, and adds `/v1/audio/speech`. Everything else, `--api-key`
-included, stays vLLM's.
+The checkpoint's family starts the other engines beside the server's (`ModelFamily.start_speech`). The plugin replaces
+`/v1/chat/completions` (requests without audio go to vLLM's own handler, unchanged) and `/health`, and adds
+`/v1/audio/speech`. Everything else, `--api-key` included, stays vLLM's.
+Held by tests/entrypoints/speech/.
 """
 
 import contextlib
@@ -19,13 +20,13 @@ from starlette.responses import JSONResponse, Response
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
-from vllm_omni.model_executor.models.qwen2_5_omni.options import StageOptions
-from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
+from vllm_omni.model_executor.models.registry import detect_family
+from vllm_omni.pipeline.speech import SpeechModel
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -38,7 +39,7 @@ class SpeechEndpoints:
     required_tasks: "tuple[SupportedTask, ...] | None" = ("generate",)
 
     def __init__(self) -> None:
-        self._engines: SpeechEngines | None = None
+        self._model: SpeechModel | None = None
         self._routes = SpeechRoutes()
         self._watch = EngineWatch()
         self._operations = Operations()
@@ -54,8 +55,9 @@ class SpeechEndpoints:
                 try:
                     yield state
                 finally:
-                    if self._engines is not None:
-                        self._engines.shutdown()
+                    if self._model is not None:
+                        for stage in self._model.stages:
+                            stage.shutdown()
 
         app.router.lifespan_context = lifespan
         self._watch.attach(app)
@@ -66,18 +68,21 @@ class SpeechEndpoints:
             raise ValueError("vllm_omni_speech needs vLLM's own AsyncLLM in the API server")
         if (args.api_server_count or 1) > 1:
             raise ValueError("--api-server-count: each server process would start engines of its own; use 1")
+        path = Path(args.model)
+        family = detect_family(path)
+        if family.start_speech is None:
+            raise ValueError(f"vllm_omni_speech: {path} is a {family.name}, which does not speak")
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
-        options = parse_options(StageOptions, omni.model, "omni.model")
         await self._operations.start(engine_client, omni)
-        self._engines = await SpeechEngines.start(Path(args.model), options, thinker=engine_client)
-        self._routes.start(self._engines.composition, state)
-        thinker = OmniEngine(engine_client)  # without it nothing is served; other stages are named by `/health`
-        self._watch.start(lambda: thinker.is_dead, await thinker.process_ids(), omni.rank_timeout_s)
+        self._model = await family.start_speech(path, omni, engine_client)
+        self._routes.start(self._model, state)
+        served = OmniEngine(engine_client)  # without it nothing is served; other stages are named by `/health`
+        self._watch.start(lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s)
 
     async def _health(self, request: Request) -> Response:
         """200 while every engine lives; 503 names the first dead one."""
-        assert self._engines is not None, "vLLM initialises state before it serves"
-        dead = [stage.name for stage in self._engines.composition.stages if stage.is_dead]
+        assert self._model is not None, "vLLM initialises state before it serves"
+        dead = [stage.name for stage in self._model.stages if stage.is_dead]
         if dead:
             return JSONResponse({"status": "dead", "stages": dead}, status_code=503)
         return Response(status_code=200)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/chat/completions` with sound and `/v1/audio/speech`, over a `SpeechComposition`.
+"""`/v1/chat/completions` with sound and `/v1/audio/speech`, over a `SpeechModel`.
 
 vLLM's own chat handler renders the prompt (templates, pictures, sound, limits) and serves every request that wants text
 only. OpenAI's rules hold: with sound, the text is `message.audio.transcript` and `content` is null; a streamed reply
@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 from fastapi import FastAPI
 from starlette.datastructures import State
@@ -31,9 +30,8 @@ from vllm.logger import init_logger
 from vllm_omni import log_context, trace_context
 from vllm_omni.entrypoints.speech.encode import MEDIA_TYPES, make_encoder, pcm16, wav_file
 from vllm_omni.entrypoints.speech.protocol import AudioParams, SpeechRequest, error_body, wants_audio
-from vllm_omni.model_executor.models.qwen2_5_omni.options import SAMPLE_RATE, SpeechDefaults
-from vllm_omni.model_executor.models.qwen2_5_omni.speech import AudioChunk, SpeechComposition, TextDelta
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.pipeline.speech import AudioChunk, SpeechModel, TextDelta
 
 logger = init_logger("vllm." + __name__)
 
@@ -63,15 +61,15 @@ async def traced(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, N
 
 class SpeechRoutes:
     def __init__(self) -> None:
-        self._composition: SpeechComposition | None = None
+        self._model: SpeechModel | None = None
         self._state: State | None = None
 
     def attach(self, app: FastAPI) -> None:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/audio/speech", self.speech, methods=["POST"], response_model=None)
 
-    def start(self, composition: SpeechComposition, state: State) -> None:
-        self._composition, self._state = composition, state
+    def start(self, model: SpeechModel, state: State) -> None:
+        self._model, self._state = model, state
 
     # -- /v1/chat/completions --------------------------------------------------------------------------------------
 
@@ -100,7 +98,7 @@ class SpeechRoutes:
             events = await self._chat_events(request, audio)
             if isinstance(events, Response):
                 return events
-            reply = _Reply(request, audio)
+            reply = _Reply(request, audio, self._serving()[0].sample_rate)
             if request.stream:
                 return await _streamed(reply.stream(events), "text/event-stream", reply.stream_error)
             return JSONResponse(await reply.collect(events))
@@ -110,15 +108,15 @@ class SpeechRoutes:
     async def _chat_events(
         self, request: ChatCompletionRequest, audio: AudioParams
     ) -> AsyncIterator[TextDelta | AudioChunk] | Response:
-        composition, serving = self._serving()
+        model, serving = self._serving()
         if (request.n or 1) > 1:
             raise RequestFailed("invalid_request", f"n={request.n}: one reply per request when it is spoken")
         if request.use_beam_search:
             raise RequestFailed("invalid_request", "use_beam_search cannot be combined with audio")
         if request.stream and audio.format not in ("pcm16", "pcm"):
             raise RequestFailed("invalid_request", f"audio.format {audio.format!r}: a streamed reply is pcm16")
-        how = self._how(audio.voice_name)
-        composition.check_alive()
+        model.check_voice(audio.voice_name)
+        model.check_alive()
         rendered = await serving.render_chat_request(request)
         if isinstance(rendered, ErrorResponse):
             return _vllm_error(rendered)
@@ -131,7 +129,8 @@ class SpeechRoutes:
             serving.default_sampling_params,
         )
         params = request.to_sampling_params(max_tokens, serving.default_sampling_params)
-        return traced(composition.respond(engine_input, params, _request_id("chatcmpl"), how, seed=request.seed))
+        name = _request_id("chatcmpl")
+        return traced(model.respond(engine_input, params, name, voice=audio.voice_name, seed=request.seed))
 
     # -- /v1/audio/speech ------------------------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class SpeechRoutes:
                 return sound
             if request.stream_format == "sse":
                 return await _streamed(_speech_sse(sound), "text/event-stream", _sse_error)
-            encoder = make_encoder(request.response_format, SAMPLE_RATE)
+            encoder = make_encoder(request.response_format, self._serving()[0].sample_rate)
 
             async def encoded() -> AsyncIterator[bytes]:
                 async for chunk in sound:
@@ -155,9 +154,9 @@ class SpeechRoutes:
             return _failure(error)
 
     async def _speech_events(self, request: SpeechRequest) -> AsyncIterator[AudioChunk] | Response:
-        composition, serving = self._serving()
-        how = self._how(request.voice_name)
-        composition.check_alive()
+        model, serving = self._serving()
+        model.check_voice(request.voice_name)
+        model.check_alive()
         content = f"{request.instructions or ''}\n{_READ_ALOUD}{request.input}".lstrip()
         messages = [{"role": "user", "content": content}]
         chat = ChatCompletionRequest.model_validate({"model": request.model, "messages": messages})
@@ -167,24 +166,20 @@ class SpeechRoutes:
         tokenizer = serving.renderer.get_tokenizer()
         text_ids = [*tokenizer.encode(request.input, add_special_tokens=False), tokenizer.eos_token_id]
         prompt_ids = rendered[1][0]["prompt_token_ids"]
-        return traced(composition.read_aloud(prompt_ids, text_ids, _request_id("speech"), how, seed=request.seed))
+        name = _request_id("speech")
+        return traced(model.read_aloud(prompt_ids, text_ids, name, voice=request.voice_name, seed=request.seed))
 
-    def _serving(self) -> tuple[SpeechComposition, Any]:
-        assert self._composition is not None and self._state is not None, "vLLM initialises state before it serves"
-        return self._composition, self._state.openai_serving_chat
-
-    def _how(self, voice: str | None) -> SpeechDefaults:
-        composition, _ = self._serving()
-        how = msgspec.structs.replace(composition.defaults, voice=voice or composition.defaults.voice)
-        composition.builder.check_voice(str(how.voice))
-        return how
+    def _serving(self) -> tuple[SpeechModel, Any]:
+        """The model, and vLLM's own chat handler."""
+        assert self._model is not None and self._state is not None, "vLLM initialises state before it serves"
+        return self._model, self._state.openai_serving_chat
 
 
 class _Reply:
-    """One chat reply in OpenAI's words, whole or streamed."""
+    """One chat reply in OpenAI's words, whole or streamed. sample_rate: hertz."""
 
-    def __init__(self, request: ChatCompletionRequest, audio: AudioParams) -> None:
-        self._audio = audio
+    def __init__(self, request: ChatCompletionRequest, audio: AudioParams, sample_rate: int) -> None:
+        self._audio, self._sample_rate = audio, sample_rate
         self._id = _request_id("chatcmpl")
         self._audio_id = _request_id("audio")
         self._created = int(time.time())
@@ -219,9 +214,9 @@ class _Reply:
                 sound.append(event.samples)
         samples = torch.cat(sound) if sound else torch.zeros(0)
         if self._audio.format == "wav":
-            data = wav_file(samples, SAMPLE_RATE)
+            data = wav_file(samples, self._sample_rate)
         else:
-            encoder = make_encoder(self._audio.format, SAMPLE_RATE)
+            encoder = make_encoder(self._audio.format, self._sample_rate)
             data = encoder.feed(samples) + encoder.finish() if sound else b""
         message = {
             "role": "assistant",

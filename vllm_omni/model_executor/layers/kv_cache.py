@@ -30,7 +30,7 @@ from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.kv_format import KVFormat, kv_format, kv_nbytes
 from vllm_omni.model_executor.layers.ring_pool import Ring, RingPool
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 
 class KVWindow:

@@ -25,7 +25,7 @@ import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.rope import temporal_frequencies
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 
 class SinkWindow(KVWindow):

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 
 class WindowSet:

@@ -69,7 +69,6 @@ class Site:
         self, parts: Sequence[Part], slots: int, max_rank: int, dtype: torch.dtype, scales: torch.Tensor
     ) -> None:
         self.parts = tuple(parts)
-        self._max_rank = max_rank
         self._scales = scales
         inputs, outputs = len(parts[0].columns), [len(part.rows) for part in parts]
         like = {"dtype": dtype, "device": scales.device}
@@ -205,8 +204,6 @@ class Sites:
     def __init__(
         self, target: AdapterTarget, slots: int, max_rank: int, dtype: torch.dtype, scales: torch.Tensor
     ) -> None:
-        self._target = target
-        self._sites: list[Site] = []
         self._places: list[tuple[nn.Module, Site]] = []
         self._undo: list[Callable[[], object]] = []
         for layer, parts in layers_of(target):

@@ -6,16 +6,20 @@ Modules are imported on first use, so that listing families costs nothing.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.planning.stream_model import FamilyPlan
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from vllm_omni.actions import ActionSpace
+    from vllm_omni.pipeline.speech import SpeechModel
 
 _FAMILY_MODULES = {
     "null_world": "vllm_omni.testing.null.world.family",
@@ -96,9 +100,12 @@ class ModelFamily:
     ValueError in one line, before any process starts; None = the worker finds out.
     kv_cache_dtypes: those of `--kv-cache-dtype` that sessions can be kept in.
     takes_adapters: whether LoRA adapters are served (`SupportsAdapters`).
+    plan: its networks as `vllm-omni plan` sees them; None = they cannot be planned.
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
     autoregressive engine; None = the diffusion worker's. endpoint_plugins: further names in VLLM_PLUGINS.
+    start_speech: (directory, options, the server's engine) -> the model, its other engines started; for the speech
+    routes, which the plugin `vllm_omni_speech` adds. None = it does not speak. Raises ValueError for bad options.
     """
 
     name: str
@@ -116,9 +123,11 @@ class ModelFamily:
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     takes_adapters: bool = False
+    plan: FamilyPlan | None = None
     executor_cls: str | None = None
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     endpoint_plugins: tuple[str, ...] = ()
+    start_speech: Callable[[Path, OmniConfig, "AsyncLLM"], Awaitable["SpeechModel"]] | None = None
 
     def size_of(self, hf_config: dict[str, Any]) -> tuple[int, int] | None:
         return None if self.default_size is None else self.default_size(hf_config)

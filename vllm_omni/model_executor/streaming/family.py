@@ -14,6 +14,7 @@ from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.streaming.stream import Config, Options, Stream
+from vllm_omni.planning.stream_model import FamilyPlan
 
 
 def streaming_family(
@@ -32,6 +33,7 @@ def streaming_family(
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
     why_not: Callable[[Path], str | None] | None = None,
     takes_adapters: bool = False,
+    plan: FamilyPlan | None = None,
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
 
@@ -52,11 +54,11 @@ def streaming_family(
 
     def world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
         stream = read(config[name], omni)
-        plan = stream.plan
+        chunks = stream.plan
         return {
-            "latent_frames_per_chunk": plan.chunk_frames,
-            "first_chunk_latent_frames": plan.first_chunk_frames,
-            "first_stride": plan.rate.first,
+            "latent_frames_per_chunk": chunks.chunk_frames,
+            "first_chunk_latent_frames": chunks.first_chunk_frames,
+            "first_stride": chunks.rate.first,
             **facts(stream),
         }
 
@@ -80,4 +82,5 @@ def streaming_family(
         capabilities=capabilities,
         kv_cache_dtypes=KV_CACHE_DTYPES,
         takes_adapters=takes_adapters,
+        plan=plan,
     )

@@ -20,7 +20,7 @@ from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import ChunkIndex, SavedTensors, read_scalars
+from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars
 
 
 class Kept(Protocol):

@@ -125,7 +125,7 @@ class ChunkEnd:
         self.decode_together(early)
         for state in early:
             if state.pending is None:
-                self._decode(state)
+                self.decode(state)
 
     def _is_decoded_early(self, state: RequestState) -> bool:
         request = state.chunk
@@ -169,7 +169,7 @@ class ChunkEnd:
         except Exception as error:
             state.failure = as_failure(error, state.request_id)
         if self._decodes and state.pending is None and state.decode_failure is None:
-            self._decode(state)
+            self.decode(state)
         if state.failure is None:  # for non-finite latents the check's error is clearer than the decode's
             state.failure = state.decode_failure
         try:
@@ -222,15 +222,14 @@ class ChunkEnd:
             if state.failure is not None and state.request_id not in outputs:
                 outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
 
-    def _decode(self, state: RequestState) -> None:
-        """Launch the decode, unless the chunk has failed.
+    def decode(self, state: RequestState) -> None:
+        """Launch the decode, unless the chunk has failed; its error becomes `decode_failure`.
 
-        A decode error fails the chunk at its last step only: until then other ranks rely on this rank's passes.
+        Ranks with layers fail the chunk at its last step only: until then other ranks rely on their passes.
         """
-        assert state.chunk is not None
         if self.shares_decode:
             self._agreement.agree(state)
-        if state.failure is not None:
+        if state.failure is not None or state.chunk is None:
             return
         try:
             state.pending = self._results.decode(self._model, state.chunk, state.started_s)

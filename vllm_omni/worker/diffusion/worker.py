@@ -5,6 +5,7 @@ The worker stays vLLM's: device and process-group set-up, weight pools for sleep
 Only the runner, warm-up, sleep of sessions and the handling of a failed rank are ours.
 """
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +39,6 @@ class DiffusionWorkerMixin(_Worker):
         super().__init__(*args, **kwargs)
         # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
         self.use_v2_model_runner = False
-        self._snapshots: SessionSnapshots | None = None
-        self._checkpoints: SessionCheckpoints | None = None
         self._watchdog: Watchdog | None = None
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
@@ -79,11 +78,9 @@ class DiffusionWorkerMixin(_Worker):
         """`collective_rpc("engine_processes")`: this rank's process and its engine core's, JSON types only."""
         return engine_processes()
 
-    @property
+    @cached_property
     def snapshots(self) -> SessionSnapshots:
-        if self._snapshots is None:
-            self._snapshots = SessionSnapshots(self.model_runner)
-        return self._snapshots
+        return SessionSnapshots(self.model_runner)
 
     def describe_session(self, session_id: str) -> dict[str, Any]:
         """The first of two RPCs that save a session (`sessions.snapshot_exchange.save_exchange`): this rank's part."""
@@ -93,11 +90,9 @@ class DiffusionWorkerMixin(_Worker):
         """The second: copy this rank's tensors to their places in the file."""
         return self.snapshots.write(session_id, path, chunk_index, starts)
 
-    @property
+    @cached_property
     def checkpoints(self) -> SessionCheckpoints:
-        if self._checkpoints is None:
-            self._checkpoints = SessionCheckpoints(self.snapshots, self.device)
-        return self._checkpoints
+        return SessionCheckpoints(self.snapshots, self.device)
 
     @torch.inference_mode()
     def stage_checkpoint(self, session_id: str) -> dict[str, Any]:

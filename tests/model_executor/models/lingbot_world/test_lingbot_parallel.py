@@ -16,7 +16,7 @@ from lingbot_rollout import CHUNKS, inputs, load_tiny, make_window, roll_out
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots, split_evenly
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 TOLERANCE = 1e-5
 """Four chunks in fp32; ranks only change the order of sums."""

@@ -102,6 +102,9 @@ class Talker:
         )
     )
 
+    def check_alive(self) -> None:
+        pass
+
     async def generate(self, *_: Any) -> AsyncIterator[Any]:
         for code in range(200):
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[code])])
@@ -116,3 +119,15 @@ def test_the_talker_is_free_when_it_has_spoken() -> None:
     spoken = Speech("r", SpeechDefaults(max_codes=256), seed=0)
     asyncio.run(asyncio.wait_for(composition._generate_codes(prompt, spoken), 5))
     assert composition._slots.qsize() == 1 and spoken.codes.qsize() == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_speech", "spoken"), [(None, None, "v"), ("", None, "v"), (None, "w", "w"), ("v", "w", "v")]
+)
+def test_a_requests_voice_comes_first(asked: str | None, of_speech: str | None, spoken: str) -> None:
+    """Then that of its settings, then the server's."""
+    builder = SimpleNamespace(voices=["v", "w"], check_voice=lambda voice: None)
+    stage: Any = Talker()
+    composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]
+    composition.check_voice(asked)
+    assert composition._begin("r", SpeechDefaults(voice=of_speech), asked, 0, None).how.voice == spoken

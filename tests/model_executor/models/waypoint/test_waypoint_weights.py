@@ -20,10 +20,10 @@ from vllm_omni.model_executor.models.waypoint.checkpoint import (
     load_transformer,
 )
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
+from vllm_omni.model_executor.models.waypoint.releases import released_config
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import shapes_of
-from vllm_omni.planning.waypoint import waypoint_config
 from vllm_omni.testing.parity.comparison import read_tensors
 from vllm_omni.testing.tiny.waypoint import make_tiny
 
@@ -135,7 +135,7 @@ def test_two_biases_of_a_block_are_each_used_for_their_half(tmp_path: Path) -> N
 
 def test_full_sized_networks_have_their_parameters() -> None:
     """1.5: 1,281,960,088 with two biases a block instead of one and the unread embedding left out; 1-Small likewise."""
-    small = waypoint_config("waypoint_1_small")
+    small = released_config("waypoint_1_small")
     released = WaypointConfig.from_checkpoint(RELEASED)
     for config, total, unread in ((released, 1_281_960_088, 2048), (small, 2_303_004_096, 2560 + 2048)):
         with torch.device("meta"):

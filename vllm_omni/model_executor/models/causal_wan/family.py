@@ -8,6 +8,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_config, is_checkpoint, why_not
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions, CausalWanStream, read_stream
+from vllm_omni.model_executor.models.causal_wan.plan import PLAN
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
 from vllm_omni.model_executor.streaming.family import streaming_family
@@ -54,4 +55,5 @@ FAMILY = streaming_family(
     facts=lambda _: {"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=_capabilities,
     takes_adapters=True,
+    plan=PLAN,
 )

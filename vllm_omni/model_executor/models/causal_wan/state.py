@@ -15,7 +15,7 @@ from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 Source = Literal["text", "video"]
 

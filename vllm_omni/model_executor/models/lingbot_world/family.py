@@ -11,6 +11,7 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
     LingBotStream,
     read_stream,
 )
+from vllm_omni.model_executor.models.lingbot_world.plan import PLAN
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_split
 from vllm_omni.model_executor.streaming.family import streaming_family
@@ -38,4 +39,5 @@ FAMILY = streaming_family(
         "key_focal": ACTION_FOCAL,
     },
     takes_adapters=True,
+    plan=PLAN,
 )

@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout
 from vllm_omni.model_executor.models.wan.image_world import ImageWorld, ImageWorldScalars, ImageWorldSession
 from vllm_omni.model_executor.streaming.session import StreamingChunk, Windows
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

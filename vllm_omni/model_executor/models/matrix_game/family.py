@@ -5,6 +5,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.matrix_game.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.matrix_game.config import FPS, MatrixGameStream, read_stream
+from vllm_omni.model_executor.models.matrix_game.plan import PLAN
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
 from vllm_omni.model_executor.streaming.family import streaming_family
@@ -32,4 +33,5 @@ FAMILY = streaming_family(
     facts=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=lambda config, omni: Capabilities(fps=FPS),
     takes_adapters=True,
+    plan=PLAN,
 )

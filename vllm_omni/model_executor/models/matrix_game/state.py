@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout
 from vllm_omni.model_executor.models.wan.image_world import ImageWorld, ImageWorldScalars, ImageWorldSession
 from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.session import StreamingChunk
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 # -- keys and values ---------------------------------------------------------------------------------------------------
 

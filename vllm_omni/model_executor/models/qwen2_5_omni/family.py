@@ -6,7 +6,7 @@ checkpoint's own config (`stages.py`).
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +20,11 @@ from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     Token2WavModelOptions,
 )
 from vllm_omni.model_executor.models.registry import ModelFamily
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm_omni.pipeline.speech import SpeechModel
 
 
 def _hf_config(path: Path) -> dict[str, Any]:
@@ -50,6 +55,13 @@ def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
     return flags if on_cpu else {**flags, "gpu-memory-utilization": str(THINKER_GPU_SHARE)}
 
 
+async def _start_speech(path: Path, omni: OmniConfig, thinker: "AsyncLLM") -> "SpeechModel":
+    from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines  # imports vLLM's engine
+
+    options = parse_options(StageOptions, omni.model, "omni.model")
+    return (await SpeechEngines.start(path, options, thinker=thinker)).composition
+
+
 FAMILY = ModelFamily(
     name="qwen2_5_omni",
     title="Qwen2.5-Omni: text, pictures and sound in, text and speech out",
@@ -61,4 +73,5 @@ FAMILY = ModelFamily(
     # Served by the thinker's engine; the endpoint plugin starts the other two beside it.
     serve_flags=_serve_flags,
     endpoint_plugins=("vllm_omni_speech",),
+    start_speech=_start_speech,
 )

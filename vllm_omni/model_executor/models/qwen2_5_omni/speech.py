@@ -16,37 +16,21 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults
+from vllm_omni.model_executor.models.qwen2_5_omni.options import SAMPLE_RATE, SpeechDefaults
 from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder, VisualGrids, visual_grids
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import TalkerPrompt
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.flow import Emit, run_flow
+from vllm_omni.pipeline.speech import AudioChunk, SpeechModel, TextDelta
 from vllm_omni.pipeline.stage import Stage
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """New text of the reply. `output` is the thinker's stock output (finish reason, token ids)."""
-
-    text: str
-    output: RequestOutput
-
-
-@dataclass(frozen=True)
-class AudioChunk:
-    """The next piece of sound: fp32 [S] in [-1, 1]."""
-
-    samples: torch.Tensor
-    sample_rate: int
 
 
 @dataclass
@@ -103,7 +87,9 @@ class Speech:
 
 
 class SpeechComposition:
-    """thinker, talker: AR stages; token2wav: a diffusion stage; all on one checkpoint."""
+    """thinker, talker: AR stages; token2wav: a diffusion stage; all on one checkpoint. A `SpeechModel`."""
+
+    sample_rate = SAMPLE_RATE
 
     def __init__(
         self, thinker: Stage, talker: Stage, token2wav: Stage, *, builder: TalkerPromptBuilder, defaults: SpeechDefaults
@@ -120,6 +106,11 @@ class SpeechComposition:
         for slot in range(1, config.scheduler_config.max_num_seqs + 1):
             self._slots.put_nowait(slot)
 
+    def check_voice(self, voice: str | None) -> None:
+        """Raise `RequestFailed("invalid_request", ...)` that lists the voices, unless the checkpoint has this one."""
+        if voice:
+            self.builder.check_voice(voice)
+
     def check_alive(self) -> None:
         """Raise `StageDied` naming the first dead stage."""
         for stage in self.stages:
@@ -132,15 +123,17 @@ class SpeechComposition:
         request_id: str,
         speech: SpeechDefaults | None = None,
         *,
+        voice: str | None = None,
         seed: int | None = None,
         timings: Timings | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
         """Think, then speak. Yields text while it is thought and sound while it is spoken.
 
-        engine_input: the thinker's rendered prompt. Raises `RequestFailed`, `StageDied`, or vLLM's own client errors.
-        Closing the generator or cancelling its reader aborts the request in every stage.
+        engine_input: the thinker's rendered prompt. speech: None = the server's defaults. voice: comes before that of
+        `speech`. Raises `RequestFailed`, `StageDied`, or vLLM's own client errors. Closing the generator or cancelling
+        its reader aborts the request in every stage.
         """
-        spoken = self._begin(request_id, speech, seed, timings)
+        spoken = self._begin(request_id, speech, voice, seed, timings)
         params = params.clone()
         params.output_kind = RequestOutputKind.DELTA
         params.extra_args = {**(params.extra_args or {}), **HiddenStatesRequest(hidden_states="all").to_extra_args()}
@@ -170,6 +163,7 @@ class SpeechComposition:
         request_id: str,
         speech: SpeechDefaults | None = None,
         *,
+        voice: str | None = None,
         seed: int | None = None,
         timings: Timings | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
@@ -177,7 +171,7 @@ class SpeechComposition:
 
         prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends the turn.
         """
-        spoken = self._begin(request_id, speech, seed, timings)
+        spoken = self._begin(request_id, speech, voice, seed, timings)
         extra = HiddenStatesRequest(hidden_states="all").to_extra_args()
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
 
@@ -198,10 +192,15 @@ class SpeechComposition:
     # -- stages ----------------------------------------------------------------------------------------------------
 
     def _begin(
-        self, request_id: str, speech: SpeechDefaults | None, seed: int | None, timings: Timings | None
+        self,
+        request_id: str,
+        speech: SpeechDefaults | None,
+        voice: str | None,
+        seed: int | None,
+        timings: Timings | None,
     ) -> Speech:
         how = speech or self.defaults
-        how = msgspec.structs.replace(how, voice=how.voice or self.defaults.voice)
+        how = msgspec.structs.replace(how, voice=voice or how.voice or self.defaults.voice)
         self.builder.check_voice(str(how.voice))
         self.check_alive()
         return Speech(request_id, how, seed, timings or Timings())
@@ -292,3 +291,9 @@ class SpeechComposition:
                 await emit(AudioChunk(tensors["audio"], meta["sample_rate"]))
                 emitted, number = last, number + 1
         timings.last("done")
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: SpeechComposition) -> SpeechModel:
+        return model

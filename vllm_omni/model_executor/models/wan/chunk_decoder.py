@@ -27,7 +27,7 @@ from vllm_omni.model_executor.models.wan.taehv import REACH
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 RESTART_LATENTS = 2
 _JOINED_CELLS = 4096

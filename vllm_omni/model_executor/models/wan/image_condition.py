@@ -19,7 +19,7 @@ from vllm_omni.model_executor.host_copies import Arriving
 from vllm_omni.model_executor.models.wan.components import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 MASK_CHANNELS = 4
 """Pixels per token along each side: 8 of the VAE times a patch of 2."""

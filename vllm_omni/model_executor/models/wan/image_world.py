@@ -28,7 +28,7 @@ from vllm_omni.model_executor.streaming.session import (
     Window,
 )
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

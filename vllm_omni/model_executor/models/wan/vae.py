@@ -34,7 +34,7 @@ from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fuse
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
 from vllm_omni.outputs import empty_result
-from vllm_omni.sessions.snapshot import SavedTensors
+from vllm_omni.saved_tensors import SavedTensors
 
 logger = logging.getLogger("vllm." + __name__)
 

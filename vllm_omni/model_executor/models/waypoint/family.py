@@ -8,6 +8,7 @@ from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.wan.splits import check_parts
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.waypoint.config import SIZE_MULTIPLE, WaypointStream, action_space, read_stream
+from vllm_omni.model_executor.models.waypoint.plan import PLAN
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
@@ -40,4 +41,5 @@ FAMILY = streaming_family(
         size_multiple=(SIZE_MULTIPLE, SIZE_MULTIPLE),
         fps=_facts(read_stream(config["waypoint"], omni))["fps"],
     ),
+    plan=PLAN,
 )

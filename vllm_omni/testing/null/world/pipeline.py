@@ -30,7 +30,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Sessio
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
-from vllm_omni.sessions.snapshot import ChunkIndex, SavedTensors, read_scalars
+from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars
 from vllm_omni.testing.null.world import marks
 from vllm_omni.testing.null.world.options import NullWorldOptions
 

@@ -121,23 +121,18 @@ class VAEStage(Role):
         request.step, request.num_steps = entry.step, entry.num_steps
 
     def _decode(self, state: RequestState) -> None:
-        """Launch the decode, unless the chunk has failed."""
-        if self.parts.shares_decode:
-            self.agreement.agree(state)
-        if not self.parts.decodes or state.failure is not None or state.chunk is None:
+        """Launch the decode, unless the chunk has failed or this rank only follows."""
+        if not self.parts.decodes:
             return
         while self._decoding and self._decoding[0].ready():
             self._decoding.popleft()
         if len(self._decoding) >= _MAX_DECODES:
             self._decoding.popleft().wait()
-        try:
-            state.pending = self.parts.results.decode(self.model, state.chunk, state.started_s)
-        except Exception as error:
-            if self.parts.shares_decode:
-                raise  # other ranks are inside this decode's collectives: only a clean death is left
-            state.failure = as_failure(error, state.request_id)
-            return
-        self._decoding.append(state.pending)
+        self.chunk_end.decode(state)
+        if state.pending is not None:
+            self._decoding.append(state.pending)
+        elif state.failure is None:
+            state.failure = state.decode_failure
 
     def _lose(self, state: RequestState) -> None:
         """The other ranks have committed a chunk that has failed here."""

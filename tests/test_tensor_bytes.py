@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import vllm_omni.sessions.snapshot_bytes as snapshot_bytes
-from vllm_omni.sessions.snapshot_bytes import read_at, write_at
+from vllm_omni import tensor_bytes
+from vllm_omni.tensor_bytes import read_at, write_at
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])]
@@ -21,7 +21,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where tensors lie. staged: in host memory, but on the way that device memory takes."""
     name, _, staged = request.param.partition(", ")
     if staged:
-        monkeypatch.setattr(snapshot_bytes, "_passes_staging", lambda tensor: True)
+        monkeypatch.setattr(tensor_bytes, "_passes_staging", lambda tensor: True)
     return name
 
 
@@ -78,7 +78,7 @@ def test_more_pieces_and_bytes_than_one_call_takes(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows beyond the kernel's limit of one call, bytes beyond the staging buffer."""
-    monkeypatch.setattr(snapshot_bytes, "_STAGING_BYTES", 100)
+    monkeypatch.setattr(tensor_bytes, "_STAGING_BYTES", 100)
     rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[:, :, 1:3]
     write_at(descriptor, [(0, rows[:2]), (rows[:2].nbytes, rows[2:])])
     target = torch.zeros(1500, 2, 4, 2, dtype=torch.int16, device=device)[:, :, 1:3]
@@ -112,7 +112,7 @@ def test_tensors_in_any_order_and_in_small_pieces_are_staged_in_any_number_of_lo
     tensors = list(layouts(device).values())
     ends = [sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
     for nbytes in (1, 7, 64, 1000, 1 << 20):
-        monkeypatch.setattr(snapshot_bytes, "_STAGING_BYTES", nbytes)
+        monkeypatch.setattr(tensor_bytes, "_STAGING_BYTES", nbytes)
         os.truncate(descriptor, 0)
         places = list(zip(ends, tensors, strict=True))
         write_at(descriptor, places[::-1] if nbytes == 64 else places)
@@ -125,7 +125,7 @@ def test_an_error_on_the_way_of_device_memory_is_raised(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that the last of several writes meets, and one of a file that is too short."""
-    monkeypatch.setattr(snapshot_bytes, "_STAGING_BYTES", 64)
+    monkeypatch.setattr(tensor_bytes, "_STAGING_BYTES", 64)
     values = torch.arange(100, dtype=torch.int64, device=device)
     write_at(descriptor, [(0, values)])
     with pytest.raises(EOFError):

@@ -1,96 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint as `plan` sees it: a fixed token grid, two kinds of K/V rings, autoencoders of its own.
+"""Waypoint as `vllm-omni plan` sees it: a fixed token grid, two kinds of K/V rings, autoencoders of its own.
 
-FLOP and bytes are counted on modules without storage. Held by tests/planning/test_plan_waypoint.py.
+FLOP and bytes are counted on modules without storage, which are imported when a network is planned.
+Held by tests/planning/test_plan_waypoint.py.
 """
 
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import FrameRings
-from vllm_omni.planning.stream_model import Autoencoder, StreamModel
+from vllm_omni.model_executor.models.waypoint.releases import GRIDS, released_config
+from vllm_omni.planning.stream_model import Autoencoder, Changes, FamilyPlan, StreamModel
 
-WAYPOINT_1_5: Final[Mapping[str, Any]] = {
-    "model_type": "waypoint-1.5",
-    "d_model": 2048,
-    "n_layers": 24,
-    "n_heads": 32,
-    "n_kv_heads": 16,
-    "mlp_ratio": 4,
-    "channels": 32,
-    "patch": [2, 2],
-    "height": 16,
-    "width": 32,
-    "local_window": 16,
-    "global_window": 128,
-    "global_pinned_dilation": 8,
-    "global_attn_period": 4,
-    "global_attn_offset": -1,
-    "value_residual": True,
-    "noise_conditioning": "wan",
-    "ctrl_conditioning": "mlp_fusion",
-    "ctrl_conditioning_period": 3,
-    "scheduler_sigmas": [1.0, 0.9, 0.75, 0.3, 0.0],
-    "base_fps": 15,
-    "inference_fps": 60,
-    "temporal_compression": 4,
-}
-"""`config.yaml` of 1.5 at 1280x720."""
-_WAYPOINT_1: Final[Mapping[str, Any]] = {
-    "model_type": "waypoint-1",
-    "d_model": 2560,
-    "n_layers": 22,
-    "n_heads": 40,
-    "n_kv_heads": 20,
-    "mlp_ratio": 5,
-    "channels": 16,
-    "patch": [2, 2],
-    "height": 16,
-    "width": 16,
-    "local_window": 16,
-    "global_window": 128,
-    "global_pinned_dilation": 8,
-    "global_attn_period": 4,
-    "gated_attn": True,
-    "noise_conditioning": "wan",
-    "ctrl_conditioning": "mlp_fusion",
-    "prompt_conditioning": "cross_attention",
-    "prompt_embedding_dim": 2048,
-    "base_fps": 60,
-}
-GRIDS: Final[Mapping[str, tuple[int, int]]] = {"waypoint": (16, 32), "waypoint_360p": (8, 16)}
-"""Releases of 1.5: height and width of the token grid."""
-RELEASES: Final = (*GRIDS, "waypoint_1_small", "waypoint_1_1_small")
-"""Download names. The last two are one network."""
 _TEXT_WEIGHTS = 7.6e9
 """umt5-xl's encoder, bf16."""
 _WORKSPACE = 0.9e9 / 4.0e9
 """Of `Card.workspace_bytes`, at 512 tokens a frame: from the peak of the one measured run, less weights and session."""
 
 
-def waypoint_config(name: str) -> WaypointConfig:
-    """The config of one of `RELEASES`."""
-    if name not in GRIDS:
-        return WaypointConfig.from_checkpoint(_WAYPOINT_1)
-    height, width = GRIDS[name]
-    return WaypointConfig.from_checkpoint({**WAYPOINT_1_5, "height": height, "width": width})
+def _named(name: str, changes: Changes) -> StreamModel:
+    return _stream_model(name, released_config(name), changes)
 
 
-def waypoint_model(
-    name: str, config: WaypointConfig, changes: Mapping[str, Any], codec: Mapping[str, Any] | None = None
+def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
+    config = WaypointConfig.from_checkpoint(checkpoint["transformer"])
+    return _stream_model(directory, config, changes, checkpoint["codec"])
+
+
+def _stream_model(
+    name: str, config: WaypointConfig, changes: Changes, codec: Mapping[str, Any] | None = None
 ) -> StreamModel:
-    """The model that `predict` takes. codec: the autoencoder's sizes where they are not the released ones.
+    """codec: the autoencoder's sizes where they are not the released ones."""
+    from vllm_omni.model_executor.models.waypoint.state import FrameRings
 
-    Raises ValueError for changes of fixed settings.
-    """
     fixed = sorted({"window", "chunk", "first_chunk", "denoise", "clean", "in_flight", "video_input"} & set(changes))
     if fixed:
         raise ValueError(f"{name}: a Waypoint checkpoint fixes its windows, chunks and steps, and takes no video")
@@ -143,6 +90,10 @@ def _released_autoencoder(config: WaypointConfig) -> Autoencoder:
 
 
 def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencoder:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
+
     with torch.device("meta"):
         made = make_codec(config, codec, torch.bfloat16)
         channels, *cells = config.latent_shape
@@ -164,3 +115,11 @@ def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencode
         launch=0.0,
         workspace=_WORKSPACE * config.tokens_per_frame / 512,
     )
+
+
+PLAN = FamilyPlan(
+    sizes=(*GRIDS, "waypoint_1_small"),
+    releases=("waypoint_1_1_small",),  # the same network as the last of `sizes`
+    named=_named,
+    of_checkpoint=_of_checkpoint,
+)

@@ -5,7 +5,7 @@ Host tensors go straight between where they lie and the file, many in one call o
 K/V window) row by row in the same call. Device tensors pass through two page-locked buffers, small ones together: while
 one buffer is on its way between device and host, the other is between host and file. A file holds a tensor's elements
 in logical order, whatever its layout in memory. Knows no format: callers say where.
-Held by tests/worker/test_snapshot_bytes.py.
+Held by tests/test_tensor_bytes.py.
 """
 
 import os

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LingBot World as `vllm-omni plan` sees it: camera layers, an image condition, the text encoder on the host.
+
+Held by tests/planning/test_split_plan.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
+from vllm_omni.model_executor.models.wan.plan import check_world, transformer_sizes
+from vllm_omni.planning.stream_model import Changes, FamilyPlan, StreamModel
+
+_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "lingbot_world": {},
+    "lingbot_world_v2_1_3b": {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "sink_frames": 6},
+}
+"""Name -> fields of `LingBotWorldConfig`."""
+
+
+def _named(name: str, changes: Changes) -> StreamModel:
+    return _stream_model(name, LingBotWorldConfig(**_SIZES[name]), changes)
+
+
+def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
+    return _stream_model("lingbot_world", LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]), changes)
+
+
+def _stream_model(name: str, config: LingBotWorldConfig, changes: Changes) -> StreamModel:
+    check_world("lingbot_world", changes)
+    fields = {
+        "window": config.window_frames or 18,
+        "sinks": config.sink_frames or 9,
+        "camera": True,
+        "image": True,
+        "text_on_cpu": True,
+        **changes,
+    }
+    return StreamModel(name, **transformer_sizes(config, transformer_shapes(config)) | fields)
+
+
+PLAN = FamilyPlan(sizes=tuple(_SIZES), named=_named, of_checkpoint=_of_checkpoint)
