@@ -29,20 +29,29 @@ class Cutlass(CutlassFP8ScaledMMLinearKernel):
         self.logical_output_size = None
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, *, weights: Any = kFp8StaticChannelSym, card: bool = True) -> type:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    weights: Any = kFp8StaticChannelSym,
+    card: bool = True,
+    shape: tuple[int, int] = (13824, 5120),
+) -> type:
     """The class of the kernel of a layer to which vLLM has given its CUTLASS kernel."""
     monkeypatch.setattr(fp8_product, "_has_rowwise_cublas", lambda: card)
     monkeypatch.setattr(fp8_product, "CutlassFP8ScaledMMLinearKernel", Cutlass)
     monkeypatch.setattr(RowwiseFP8Kernel, "__init__", lambda *_: None)
     layer = nn.Module()
+    layer.weight = torch.empty(shape, device="meta")
     layer.quant_method = type("Method", (), {})()
     layer.quant_method.fp8_linear = Cutlass(weights)
     choose_product(layer)
     return type(layer.quant_method.fp8_linear)
 
 
-def test_scales_of_rows_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_layers_with_scales_of_rows_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch) is RowwiseFP8Kernel
+    assert chosen(monkeypatch, shape=(8960, 1536)) is Cutlass
+    assert chosen(monkeypatch, shape=(2560, 5120)) is Cutlass
 
 
 def test_other_scales_and_cards_keep_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of FP8 inputs and weights, each with a scale of its own for every row: cuBLAS's where it has one.
+"""Products of FP8 inputs and weights, each with a scale of its own for every row: cuBLAS's where it is the faster.
 
-vLLM's choice on NVIDIA cards is its CUTLASS kernel. On Hopper cuBLAS, which torch calls from CUDA 12.9 on, takes 8 to
-20 % less time for the products of large video models, with the same errors; benchmarks/fp8.py measures it.
+vLLM's choice on NVIDIA cards is its CUTLASS kernel. On Hopper cuBLAS, which torch calls from CUDA 12.9 on, takes 9 to
+17 % less time for the wide layers of large video models, with the same errors (docs/architecture/speed_log.md).
 Held by tests/model_executor/layers/test_fp8_product.py.
 """
 
@@ -14,6 +14,9 @@ from torch import nn
 from vllm import envs
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+
+_LEAST_WIDTH = 4096
+"""Fewest input and output channels: with 1536 cuBLAS was no faster, with 2048 of Lance neither."""
 
 
 class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
@@ -47,7 +50,10 @@ def choose_product(layer: nn.Module) -> None:
     if type(kernel) is not CutlassFP8ScaledMMLinearKernel or envs.VLLM_BATCH_INVARIANT:
         return
     keys = kernel.config.activation_quant_key, kernel.config.weight_quant_key
-    if keys == (kFp8DynamicTokenSym, kFp8StaticChannelSym) and _has_rowwise_cublas():
+    if keys != (kFp8DynamicTokenSym, kFp8StaticChannelSym):
+        return
+    weight: Any = layer.weight
+    if min(weight.shape) >= _LEAST_WIDTH and _has_rowwise_cublas():
         method.fp8_linear = RowwiseFP8Kernel(kernel.config, kernel.layer_param_names)
 
 
