@@ -290,11 +290,13 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
             stack_kernels._BLOCK, stack_kernels._WARPS = block, warps
             key = f"{name}: pass, block {block}, {warps} warps"
             found[key] = milliseconds(
-                lambda x=x, past=past, gamma=gamma: stack_kernels.stack_frames(Activation(x), past, gamma=gamma)
+                lambda x=x, past=past, gamma=gamma: stack_kernels.stack_frames(
+                    Activation(x), past, layout=Layout.SIDE_BY_SIDE, gamma=gamma
+                )
             )
             found[f"{key}, with sum"] = milliseconds(
                 lambda x=x, past=past, gamma=gamma, bias=bias, residual=residual: stack_kernels.stack_frames(
-                    Activation(x, bias, residual), past, gamma=gamma, want_sum=True
+                    Activation(x, bias, residual), past, layout=Layout.SIDE_BY_SIDE, gamma=gamma, want_sum=True
                 )
             )
         stack_kernels._BLOCK, stack_kernels._WARPS = served

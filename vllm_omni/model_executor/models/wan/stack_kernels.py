@@ -123,8 +123,8 @@ def stack_frames(
     activation: Activation,
     past: torch.Tensor,
     *,
+    layout: Layout,
     gamma: torch.Tensor | None = None,
-    layout: Layout = Layout.SIDE_BY_SIDE,
     edge_rows: int = 0,
     want_sum: bool = False,
 ) -> Stacked:
