@@ -51,25 +51,27 @@ def test_a_name_is_taken_once() -> None:
         Counter("chunks", "Chunks.", registry=registry)
 
 
-COUNT = """
-import sys
-from vllm_omni.entrypoints.metrics import SessionMeter
-meter = SessionMeter("door")
-for _ in range(int(sys.argv[1])):
-    meter.chunk_done(4, 16.0, {"decode": [200.0]}, 0.3)
-"""
-SCRAPE = """
+SERVERS = """
+import os
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm_omni.entrypoints.metrics import SessionMeter
+
+for count in (2, 3):
+    if os.fork() == 0:
+        meter = SessionMeter("door")
+        for _ in range(count):
+            meter.chunk_done(4, 16.0, {"decode": [200.0]}, 0.3)
+        os._exit(0)
+    assert os.wait()[1] == 0
 print(generate_latest(get_prometheus_registry()).decode())
 """
+"""Two server processes count one after the other, a third is scraped."""
 
 
 def test_the_chunks_of_all_server_processes_are_scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    for count in ("2", "3"):
-        subprocess.run([sys.executable, "-c", COUNT, count], check=True)
-    answer = subprocess.run([sys.executable, "-c", SCRAPE], check=True, capture_output=True, text=True).stdout
+    answer = subprocess.run([sys.executable, "-c", SERVERS], check=True, capture_output=True, text=True).stdout
     assert 'omni_rt_chunks_total{endpoint="door"} 5.0' in answer
     assert 'omni_rt_frames_total{endpoint="door"} 20.0' in answer
     assert 'omni_rt_chunk_seconds_bucket{endpoint="door",le="0.25",stage="decode"} 5.0' in answer

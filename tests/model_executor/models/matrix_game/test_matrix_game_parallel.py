@@ -61,6 +61,13 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequenc
         dist.destroy_process_group()
 
 
+# Two ranks of a game without a mouse do less of the same: nightly.
+ON_TWO_RANKS = pytest.mark.parametrize(
+    "checkpoint", ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)], indirect=True
+)
+
+
+@ON_TWO_RANKS
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path) -> None:
     """36 tokens and 4 heads over two ranks. Under Ulysses the mouse's attention trades tokens for heads, too."""
