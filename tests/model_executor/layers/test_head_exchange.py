@@ -144,7 +144,9 @@ def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: in
         assert torch.equal(ours.scales, theirs.scales)
     rounded, offsets = RoundedQueriesExchange if hopper else RoundedExchange, sizes.offsets
     first = 1 if 0 in offsets else 0
-    assert [kind for kind in kinds if kind is not HeadExchange] == [rounded] * (chunks - first + max(sum(offsets) - 1, 0))
+    assert [kind for kind in kinds if kind is not HeadExchange] == [rounded] * (
+        chunks - first + max(sum(offsets) - 1, 0)
+    )
     assert kinds[-1] is rounded
     if sizes.device == "cpu":  # elsewhere kernels may sum in another order for other numbers of heads
         one_rank, _, _ = play(ParallelContext(), sizes, ahead=True, chunks=chunks)
