@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
+from helpers.waits import until
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
@@ -114,11 +115,6 @@ async def aborts(client: EngineClient) -> None:
     """A request may be aborted before it starts, while it draws or reads, and after; the others go on."""
     expected = (await ask(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
 
-    async def until(condition: Callable[[dict[str, list[int]]], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not condition((await client.engine.collective_rpc("request_progress"))[0]):
-                await asyncio.sleep(0.005)
-
     long_answer = {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}
     doomed_requests: list[tuple[str, int, dict[str, Any]]] = [
         ("t2i", 0, {"num_inference_steps": 400}),
@@ -132,7 +128,7 @@ async def aborts(client: EngineClient) -> None:
         doomed = asyncio.create_task(ask(client, task, name, **changes))
         other = asyncio.create_task(ask(client, "t2i", f"beside-{number}", output="latents"))
         if step:
-            await until(lambda progress, name=name, step=step: progress.get(name, [0])[0] >= step)  # type: ignore[misc]
+            await client.until_at_step(name, step)
         else:
             await asyncio.sleep(0)
         await client.engine.abort(name)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
+from helpers.waits import seconds, wait_until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -204,7 +205,7 @@ class DoorServer:
         """Every server that was left ends by itself."""
         while cls._ending:
             thread = cls._ending.pop()
-            thread.join(10)
+            thread.join(seconds(10))
             assert not thread.is_alive(), "a server has not ended 10 s after its test"
 
     def client(self, path: str = PATHS[0], **options: Any) -> "Client":
@@ -249,14 +250,6 @@ class Client:
         answer = self.ask(message)
         assert answer["type"] == "error", answer
         return answer["code"]
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Return when `condition` holds; fail when it does not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not reached in time"
-        time.sleep(0.005)
 
 
 def camera(num_frames: int) -> dict[str, np.ndarray]:

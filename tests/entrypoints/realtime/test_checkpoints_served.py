@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers.fake_engine import FIRST, LATER, camera, wait_until
+from helpers.fake_engine import FIRST, LATER, camera
 from helpers.served import Served, family, mortal_servers
+from helpers.waits import seconds, wait_until
 from session_calls import request, signatures
 from test_death_served import MP, disk, gone_after
 from websockets.exceptions import ConnectionClosed
@@ -111,7 +112,7 @@ def test_a_walk_goes_on_after_kill_9_and_a_restart(start: Start, kept: Path, kin
     killed_s = time.monotonic()
     victim_of(first, kind).kill()
     walk(walker, frames, killed_s + 10)
-    assert first.process.wait(20) == (KILLED if kind == "server" else ENGINE_DIED)
+    assert first.process.wait(seconds(20)) == (KILLED if kind == "server" else ENGINE_DIED)
     gone_after(others, killed_s, 5)
     saved = checkpoints(kept)["walk"]
 
@@ -156,7 +157,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(start: Start,
             beside = thread.submit(walk, silent, [], killed_s + 10)
             code, told_s = walk(client, frames, killed_s + 10)
             _, silent_told_s = beside.result()
-        status = server.process.wait(20)
+        status = server.process.wait(seconds(20))
         assert (status, code) == ((KILLED, "") if kind == "server" else (ENGINE_DIED, "engine_error"))
         gone_s = gone_after(others, killed_s, 5)
         (file,) = (path for path in kept.glob("*.session.safetensors") if owner_of(path) == name)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer
+from helpers.waits import wait_until
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 

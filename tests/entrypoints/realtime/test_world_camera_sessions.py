@@ -4,7 +4,8 @@
 from collections.abc import Callable
 
 import numpy as np
-from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, numbers, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, numbers
+from helpers.waits import wait_until
 
 MakeDoor = Callable[..., DoorServer]
 
