@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent
 SHARED = {TESTS, TESTS / "helpers"}
 VIRTUAL_TIME = "import run_in_virtual_time"
