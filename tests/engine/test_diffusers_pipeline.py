@@ -97,10 +97,6 @@ def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineC
     loop.run_until_complete(manager.__aexit__(None, None, None))
 
 
-async def progress(client: EngineClient) -> dict[str, list[int]]:
-    return (await client.engine.collective_rpc("request_progress"))[0]
-
-
 def test_an_abort_takes_effect_at_the_next_step(client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
     """Of 200 steps a few run; the abort leaves no work behind and the next request has its answer at once."""
 
@@ -118,7 +114,7 @@ def test_an_abort_takes_effect_at_the_next_step(client: EngineClient, loop: asyn
         result = await waiting
         assert time.monotonic() - started_s < left_s / 2, "the aborted request went on"
         assert torch.equal(result[1]["images"], expected)
-        assert await progress(client) == {}
+        assert await client.progress() == {}
         slow.cancel()
 
     loop.run_until_complete(scenario())

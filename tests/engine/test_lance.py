@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
-from helpers.waits import until
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
@@ -136,7 +135,7 @@ async def aborts(client: EngineClient) -> None:
         with contextlib.suppress(asyncio.CancelledError, RequestFailed):
             await doomed
         torch.testing.assert_close((await other)[1]["latents"], expected, atol=TOLERANCE, rtol=0)
-        await until(lambda progress, name=name: name not in progress)  # type: ignore[misc]
+        await client.until_gone(name)
     await client.engine.abort("reference")  # long finished
     torch.testing.assert_close((await ask(client, "t2i", "last", output="latents"))[1]["latents"], expected)
     assert (await client.stats())["sessions"] == 0

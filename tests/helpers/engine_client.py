@@ -59,10 +59,20 @@ class EngineClient:
         """Wait until the first rank has done so many steps of the session's request: `[steps done, steps in all]`."""
         async with asyncio.timeout(seconds(60)):
             while True:
-                progress = (await self.engine.collective_rpc("request_progress"))[0].get(session_id, [0, 0])
+                progress = (await self.progress()).get(session_id, [0, 0])
                 if progress[0] >= step:
-                    return progress  # type: ignore[no-any-return]
+                    return progress
                 await asyncio.sleep(0)
+
+    async def until_gone(self, session_id: str) -> None:
+        """Wait until the first rank works on no request of the session."""
+        async with asyncio.timeout(seconds(60)):
+            while session_id in await self.progress():
+                await asyncio.sleep(0)
+
+    async def progress(self) -> dict[str, list[int]]:
+        """Of the first rank: session -> `[steps done, steps in all]`."""
+        return (await self.engine.collective_rpc("request_progress"))[0]  # type: ignore[no-any-return]
 
     async def stats(self) -> dict[str, Any]:
         """Of the last rank: an earlier pipeline stage hears of a commit with a later step."""

@@ -77,7 +77,7 @@ class FakeEngine:
         self.worlds: dict[str, World] = {}
         self.running = 0
         self.most_running = 0
-        self._live: dict[str, asyncio.Task[Any]] = {}
+        self.live: dict[str, asyncio.Task[Any]] = {}
 
     @property
     def chunks(self) -> list[Call]:
@@ -88,16 +88,16 @@ class FakeEngine:
         tensors = request_tensors(pooling_params.extra_kwargs)
         self.calls.append(Call(params, {name: tensor.numpy() for name, tensor in tensors.items()}))
         task = asyncio.create_task(self._work(params))
-        self._live[request_id] = task
+        self.live[request_id] = task
         try:
             envelope = await asyncio.shield(task)
         finally:
             if task.done():
-                self._live.pop(request_id, None)
+                self.live.pop(request_id, None)
         yield SimpleNamespace(outputs=SimpleNamespace(data=envelope), finished=True)
 
     async def abort(self, request_id: str) -> None:
-        task = self._live.pop(request_id, None)
+        task = self.live.pop(request_id, None)
         if task is not None:
             self.aborted.append(request_id)
             task.cancel()

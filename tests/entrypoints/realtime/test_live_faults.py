@@ -422,7 +422,7 @@ def test_abrupt_ends_leave_nothing_behind(make_door: MakeDoor, engine: FakeEngin
     wait_until(lambda: not engine.running and not door.server.server_state.connections)
     wait_until(lambda: not engine.worlds and not len(door.manager))
     wait_until(lambda: len(door.manager._tasks) == 1)  # the sweeper
-    assert (engine._live, door.manager.held_bytes, door.manager.gate.num_connections) == ({}, 0, 0)
+    assert (engine.live, door.manager.held_bytes, door.manager.gate.num_connections) == ({}, 0, 0)
 
 
 @pytest.mark.nightly
