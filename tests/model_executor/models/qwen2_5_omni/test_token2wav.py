@@ -54,15 +54,15 @@ def test_whole_clip_equals_transformers(
     results = run_to_end(
         runner,
         speech("a", seed=7),
-        speech("b", seed=8, voice="Ethan", guidance_scale=0.0),
+        speech("b", seed=8, voice="Ethan", guidance_scale=0.0, num_inference_steps=4),
         speech("c", short, seed=9, num_inference_steps=5, options={"sway_coefficient": 0.0}),
-        speech("d", seed=10, guidance_scale=1.5),
+        speech("d", seed=10, guidance_scale=1.5, num_inference_steps=4),
     )
     expected = {
         "a": reference(CODES, 7),
-        "b": reference(CODES, 8, "Ethan", guidance_scale=0.0),
+        "b": reference(CODES, 8, "Ethan", guidance_scale=0.0, num_steps=4),
         "c": reference(short, 9, num_steps=5, sway_coefficient=0.0),
-        "d": reference(CODES, 10, guidance_scale=1.5),
+        "d": reference(CODES, 10, guidance_scale=1.5, num_steps=4),
     }
     for name, wave in expected.items():
         meta, tensors = results[name]

@@ -115,11 +115,11 @@ def test_a_prompt_acts_from_the_next_frame_on(checkpoints: dict[str, Path]) -> N
 
 
 def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> None:
-    """One graph serves all passes of all frames of a session."""
-    for layout in LAYOUTS:
+    """One graph serves all passes of all frames of a session. A frame of v1 takes long: ten fill its larger rings."""
+    for layout, frames in (("v1_5", chunks()), ("v1", chunks()[:9])):
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])
         by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
-        assert torch.equal(latents_of([by_graphs], chunks()), latents_of([plain], chunks()))
+        assert torch.equal(latents_of([by_graphs], frames), latents_of([plain], frames))
         assert len(by_graphs.transformer.graphs) == 1
 
 
