@@ -233,6 +233,10 @@ class Browser:
         result: dict[str, Any] = message["result"]
         return result
 
+    def videos(self) -> set[Path]:
+        """Downloaded so far. Chromium first makes an empty file of the name, and at the end renames another to it."""
+        return {file for file in self.downloads.iterdir() if file.suffix == ".mp4" and file.stat().st_size}
+
     def _browser_path(self) -> str:
         return (self.downloads.parent / "DevToolsActivePort").read_text().split()[1]
 

@@ -461,17 +461,13 @@ def test_marks_are_places_to_go_back_to(page: Page, engine: FakeEngine) -> None:
 
 def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
     """Downloaded as a file that other programs read: whole chunks, every frame in order."""
-    before = set(browser.downloads.iterdir())
+    before = browser.videos()
     begin(page)
     page.press("v")
     later_chunks(engine, 3)
     page.press("v")
-
-    def finished() -> list[Path]:
-        return [file for file in set(browser.downloads.iterdir()) - before if file.suffix == ".mp4"]
-
-    wait_until(finished)
-    frames_THWC, fps = decode_mp4(finished()[0].read_bytes())
+    [file] = wait_until(lambda: browser.videos() - before)
+    frames_THWC, fps = decode_mp4(file.read_bytes())
     assert fps == 48
     assert len(frames_THWC) % LATER in (0, FIRST)
     assert len(frames_THWC) >= 2 * LATER

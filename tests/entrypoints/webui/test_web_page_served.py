@@ -190,7 +190,7 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
     """Frames change, a recording holds them, a mark is gone back to, a cut connection is taken up again."""
     begin(page)
     page.key("keyDown", "w")
-    before = set(browser.downloads.iterdir())
+    before = browser.videos()
     page.press("v")
     # Chunks that were on their way when it began are not recorded.
     page.wait_for(f"{PARTS}.then(({{ app }}) => app.recorder.numFrames >= 24)", 60)
@@ -199,10 +199,8 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
     page.wait_for("document.querySelectorAll('#marks li').length === 1", 30)
     page.key("keyUp", "w")
     page.wait_for("document.querySelector('#record').getAttribute('aria-pressed') === 'false'", 30)
-    files = wait_until(
-        lambda: [file for file in set(browser.downloads.iterdir()) - before if file.suffix == ".mp4"], 15
-    )
-    frames_THWC, fps = decode_mp4(files[0].read_bytes())
+    [file] = wait_until(lambda: browser.videos() - before, 15)
+    frames_THWC, fps = decode_mp4(file.read_bytes())
     assert fps == 16
     assert len(frames_THWC) >= 24
     assert len(frames_THWC) % 4 == 0  # whole latent frames
