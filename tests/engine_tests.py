@@ -8,6 +8,7 @@ the same fails. Held by test_engine_tests.py.
 """
 
 import multiprocessing.process
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ def starts_an_engine(item: pytest.Item) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if LEFT_OUT in config.option.markexpr:
         refuse_engines()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where engine tests are left out, what their folder imports is not imported either."""
+    is_left_out = LEFT_OUT in config.option.markexpr and collection_path == config.rootpath / FOLDER
+    return True if is_left_out else None
 
 
 @pytest.hookimpl(tryfirst=True)

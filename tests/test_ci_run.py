@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.waits import seconds
 
 SCRIPT = Path(__file__).parent.parent / ".ci" / "run"
 STEPS = ["setup", "lint", "test", "nightly"]
@@ -20,7 +21,9 @@ def test_every_step_runs_and_a_failure_is_told(tmp_path: Path, failing: str | No
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", SCRIPT], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", SCRIPT], env=environ, capture_output=True, text=True, timeout=seconds(60), check=False
+    )
     asked = re.findall(r"^asked: (\w+)(?: SHARD=(\d)/8)?", done.stdout, re.M)
     assert [name for name, _ in asked][:4] == STEPS and {name for name, _ in asked[4:]} <= {"nightly"}
     assert all(shard for name, shard in asked if name == "nightly")

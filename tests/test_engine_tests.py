@@ -10,6 +10,7 @@ from pathlib import Path
 
 import engine_tests
 import pytest
+from helpers.waits import seconds
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_an_engine_that_was_not_announced_fails_its_test(refused: None) -> None:
             context.Process(target=os._exit, args=(0,), name=name).start()
     other = context.Process(target=os._exit, args=(3,), name="rank 0")
     other.start()
-    other.join(30)
+    other.join(seconds(30))
     assert other.exitcode == 3
 
 
@@ -58,7 +59,9 @@ def test_who_starts_an_engine_is_left_out(tmp_path: Path) -> None:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": str(Path(engine_tests.__file__).parent),
     }
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=seconds(60), check=False
+    )
     ran = dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED)", done.stdout, re.M))
     assert ran == {
         "test_by_fixture.py::test_other": "PASSED",

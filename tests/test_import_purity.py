@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.waits import seconds
 
 PACKAGE = Path(__file__).parents[1] / "vllm_omni"
 EXAMPLES = PACKAGE.parent / "examples" / "online_serving"
@@ -87,7 +88,7 @@ print(json.dumps({
 def walk() -> dict[str, object]:
     """What registering and then importing everything did, in a process of its own."""
     output = subprocess.run(
-        [sys.executable, "-c", SNAPSHOT + WALK], capture_output=True, text=True, check=True, timeout=600
+        [sys.executable, "-c", SNAPSHOT + WALK], capture_output=True, text=True, check=True, timeout=seconds(600)
     ).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -125,7 +126,9 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     """
     load = "import sys, json, vllm_omni, vllm_omni.model_executor.models.registry"
     script = f"{load}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    output = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=seconds(300)
+    )
     assert json.loads(output.stdout.splitlines()[-1]) == []
 
 
@@ -134,5 +137,7 @@ def test_clients_need_no_torch(client: str) -> None:
     """They start in a fifth of a second; torch alone would take another one."""
     path = EXAMPLES / client
     script = f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, 'numpy' in sys.modules)"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    output = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=seconds(300)
+    )
     assert output.stdout.split() == ["False", "True"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nightly_shards
 import pytest
+from helpers.waits import seconds
 from nightly_shards import NIGHTLY_NAMES, Shards, known_seconds, parse_shard
 
 COUNT = 8
@@ -89,7 +90,9 @@ def run_shard(folder: Path, shard: str) -> tuple[int, str]:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": str(Path(nightly_shards.__file__).parent),
     }
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds(60), check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+from helpers.waits import wait_until
 
 from vllm_omni.processes import end_with_parent, engine_processes, is_stopped
 
@@ -20,7 +20,7 @@ from vllm_omni.processes import end_with_parent, engine_processes
 def worker():
     end_with_parent()
     print("worker", *engine_processes()["pids"], flush=True)
-    time.sleep(60)
+    stay_until_killed()
 
 def core():
     child = multiprocessing.get_context("spawn").Process(target=worker, name="Worker")
@@ -29,14 +29,14 @@ def core():
         end_with_parent()
     print("core", *engine_processes()["pids"], flush=True)
     child.join()
-    time.sleep(60)
+    stay_until_killed()
 
 if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=core, name="EngineCore")
     child.start()
     print("server", *engine_processes()["pids"], flush=True)
     child.join()
-    time.sleep(60)
+    stay_until_killed()
 """
 
 
@@ -60,14 +60,9 @@ def tree(tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest) -> "Itera
     server.wait()
 
 
-def ended(pids: list[int], within_s: float) -> bool:
-    """Whether all of them end in time; nobody has to wait for them."""
-    end_s = time.monotonic() + within_s
-    while time.monotonic() < end_s:
-        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
+def has_ended(pid: int) -> bool:
+    """Nobody has to wait for it."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_they_know_each_other(tree: dict[str, list[int]]) -> None:
@@ -80,13 +75,13 @@ def test_they_know_each_other(tree: dict[str, list[int]]) -> None:
 def test_all_end_with_the_server(tree: dict[str, list[int]]) -> None:
     """Also a worker whose engine core waits for it to load, and does not watch yet."""
     os.kill(tree["server"][0], signal.SIGKILL)
-    assert ended([tree["worker"][0]], 3)
+    wait_until(lambda: has_ended(tree["worker"][0]), 3)
 
 
 def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
     """The server stays: it has to tell its clients."""
     os.kill(tree["core"][0], signal.SIGKILL)
-    assert ended([tree["worker"][0]], 3)
+    wait_until(lambda: has_ended(tree["worker"][0]), 3)
     assert psutil.Process(tree["server"][0]).status() != psutil.STATUS_ZOMBIE
 
 
@@ -101,10 +96,8 @@ def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)
-        while not is_stopped(process.pid):
-            time.sleep(0.01)
+        wait_until(lambda: is_stopped(process.pid))
         process.send_signal(signal.SIGCONT)
-        while is_stopped(process.pid):
-            time.sleep(0.01)
+        wait_until(lambda: not is_stopped(process.pid))
         process.kill()
     assert not is_stopped(process.pid)

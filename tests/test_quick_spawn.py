@@ -13,6 +13,7 @@ import pytest
 import quick_spawn
 import setproctitle
 import torch
+from helpers.waits import seconds
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes are spawned as ever")
 
@@ -48,7 +49,7 @@ def test_a_process_shares_nothing_but_the_environment_of_the_moment(monkeypatch:
     monkeypatch.setenv("VLLM_OMNI_MOMENT", "now")
     receiver, sender = multiprocessing.Pipe()
     process = start(sender, 1)
-    process.join(60)
+    process.join(seconds(60))
     assert process.exitcode == 0
     (first, *rest), (second, *others) = receiver.recv(), receiver.recv()
     assert len({os.getpid(), first, second}) == 3
@@ -77,5 +78,5 @@ def test_how_a_process_ended_is_known() -> None:
     process = multiprocessing.get_context("spawn").Process(target=wait_for_ever)
     process.start()
     process.kill()
-    process.join(10)
+    process.join(seconds(10))
     assert process.exitcode == -9

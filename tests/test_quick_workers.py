@@ -14,6 +14,7 @@ import psutil
 import pytest
 import quick_workers
 import torch
+from helpers.waits import seconds
 
 ASK = """
 import os, sys
@@ -101,7 +102,7 @@ def test_so_are_the_ranks_that_they_start(spec: execnet.XSpec) -> None:
     assert (has_imported, interface) == (True, "lo")
     assert psutil.Process(server).ppid() == process
     group.terminate(10)
-    psutil.wait_procs([psutil.Process(server)] if psutil.pid_exists(server) else [], timeout=10)
+    psutil.wait_procs([psutil.Process(server)] if psutil.pid_exists(server) else [], timeout=seconds(10))
     assert not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE
 
 
@@ -123,7 +124,7 @@ def test_a_process_ends_as_its_program_does() -> None:
             input=f"{code!r}\n",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=seconds(60),
             check=True,
         )
     assert (done.stdout, done.stderr) == ("here", "there")
@@ -135,7 +136,7 @@ def test_what_xdist_started_outlasts_the_forked_process(tmp_path: Path) -> None:
     code = "\n".join((*lines, "os.slow = Slow()", "sys.stdout.write(str(os.getpid()))"))
     with quick_workers.server([]) as address, (tmp_path / "pid").open("w+") as output:
         join = quick_workers.command("join", address)
-        subprocess.run(join, input=f"{code!r}\n", stdout=output, text=True, timeout=60, check=True)
+        subprocess.run(join, input=f"{code!r}\n", stdout=output, text=True, timeout=seconds(60), check=True)
         output.seek(0)
         assert psutil.Process(int(output.read())).status() == psutil.STATUS_ZOMBIE
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.waits import seconds
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "setup_env.py"
 MIRROR = "https://mirror.example/cpu"
@@ -155,7 +156,7 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
         ["make", "-C", SCRIPT.parent.parent, "setup", "PYTHON=no-such-python", f"VENV={tmp_path}/venv"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(60),
         check=False,
     )
     assert result.returncode != 0

@@ -3,21 +3,49 @@
 
 import ast
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 SHARED = {TESTS, TESTS / "helpers"}
+VIRTUAL_TIME = "import run_in_virtual_time"
+"""Files that hold it have a clock of their own: they sleep by it."""
 
 
-def imported(path: Path) -> set[str]:
-    """The modules that a file imports, wherever in it."""
+@dataclass(frozen=True)
+class Facts:
+    """Of a file: the modules that it imports, wherever in it, and the lines of its bare sleeps."""
+
+    imported: frozenset[str]
+    bare_sleeps: tuple[int, ...]
+
+
+@cache
+def facts(path: Path) -> Facts:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    sleeps = []
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return found
+        elif isinstance(node, ast.Call) and is_bare_sleep(node):
+            sleeps.append(node.lineno)
+    return Facts(frozenset(found), () if VIRTUAL_TIME in text else tuple(sleeps))
+
+
+def is_bare_sleep(call: ast.Call) -> bool:
+    """`time.sleep` or `asyncio.sleep` with a number, which may be a part of an expression; 0 is none."""
+    if ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep") or len(call.args) != 1:
+        return False
+    has_number = any(isinstance(part, ast.Constant) for part in ast.walk(call.args[0]))
+    return has_number and ast.unparse(call.args[0]) != "0"
+
+
+def imported(path: Path) -> frozenset[str]:
+    return facts(path).imported
 
 
 def test_names_of_test_files_and_helpers_are_unique() -> None:
@@ -41,3 +69,16 @@ def test_what_several_folders_import_is_in_helpers() -> None:
         if folders.get(name, path.parent) != path.parent
     }
     assert foreign == set()
+
+
+def test_waits_are_in_one_unit() -> None:
+    """A bare sleep is too short on one machine and wasted on the others: tests/helpers/waits.py has what is needed."""
+    files = [path for path in TESTS.rglob("*.py") if path != TESTS / "helpers" / "waits.py"]
+    found = [f"{path.relative_to(TESTS)}:{line}" for path in files for line in facts(path).bare_sleeps]
+    assert found == []
+
+
+def test_a_bare_sleep_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text("time.sleep(0.1)\nasyncio.sleep(2 * PERIOD_S)\nasyncio.sleep(0)\ntime.sleep(self.delay_s)\n")
+    assert facts(path).bare_sleeps == (1, 2)

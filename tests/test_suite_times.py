@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import suite_times
+from helpers.waits import seconds, stay_until_killed, wait_until
 from suite_times import ProcessorTime
 
 WORK = (
@@ -32,7 +33,9 @@ def test_both_clocks_are_written_and_the_slowest_shown(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "suite_times", "-p", "no:cacheprovider", "--times", "times.json"]
     environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path(suite_times.__file__).parent)}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=seconds(60), check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     times = json.loads((tmp_path / "times.json").read_text())
     sleeps, works = times["test_two.py::test_sleeps"], times["test_two.py::test_works"]
@@ -51,12 +54,10 @@ def test_a_process_counts_once_whether_it_lives_or_has_ended() -> None:
     """Before and after it was waited for; with one that nobody waits for, the total does not fall."""
     clock = ProcessorTime(os.getpid())
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=lambda: (compute(0.3), time.sleep(30)))
+    process = context.Process(target=lambda: (compute(0.3), stay_until_killed()))
     process.start()
-    deadline_s = time.monotonic() + 30
-    while (alive := clock.seconds()) < 0.3:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: clock.seconds() >= 0.3, 30, every_s=0.05)
+    alive = clock.seconds()
     process.kill()
     process.join()
     assert alive <= clock.seconds() < alive + 0.25

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import two_processes
+from helpers.waits import seconds
 from two_processes import SECONDS_FILE, TOGETHER, UNKNOWN_S, longest_first, unit_of
 
 SHARED_OVER_FILES = ("null_engine", "served")
@@ -61,7 +62,7 @@ def test_a_process_runs_the_longest_first(tmp_path: Path) -> None:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=seconds(60),
             check=False,
         )
         ran = re.findall(r"PASSED.* test_(.)\.py::test_1|^test_(.)\.py::test_1 PASSED", done.stdout, re.M)

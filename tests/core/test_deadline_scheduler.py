@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.waits import exactly
 from scheduler_harness import Harness
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -264,12 +265,10 @@ def test_a_client_cannot_write_the_note(null_world: Path) -> None:
 
 def test_step_costs_are_measured(null_world: Path) -> None:
     """A worker whose steps take 10 ms: known after ten steps, within the jitter of this machine."""
-    import time
-
     run = Harness(null_world, scheduling="deadline")
     run.add("a", "a", deadline_s=60.0)
     for step in range(1, 11):
         _, output = run.schedule()
-        time.sleep(0.01)
+        exactly(0.01)
         run.answer(output, progress={"a": (step, 20, 500)})
     assert 0.01 <= run.scheduler._cost_model.costs.of_chunk(1, 500.0, started=True) < 0.05

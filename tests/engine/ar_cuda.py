@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from ar_engine import SCHEDULER, WORKER, params
+from helpers.waits import pause_task
 from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -96,7 +97,7 @@ class Engine:
 
     def stop(self) -> None:
         self.engine.shutdown()
-        self.loop.run_until_complete(asyncio.sleep(0.1))  # its own tasks see the end
+        self.loop.run_until_complete(pause_task(0.1))  # its own tasks see the end
         for name in self._environment:
             os.environ.pop(name, None)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_rows, params, states_of
 from helpers.ar_compatibility import feature
+from helpers.waits import pause_task
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
@@ -78,7 +79,7 @@ def engine(tiny_language_model: Path) -> Iterator[Engine]:
         running = Engine(tiny_language_model)
     yield running
     running.engine.shutdown()
-    running.loop.run_until_complete(asyncio.sleep(0.1))  # its own tasks see the end
+    running.loop.run_until_complete(pause_task(0.1))  # its own tasks see the end
 
 
 @feature("chunked prefill")
@@ -143,7 +144,7 @@ def test_a_reader_that_sleeps_loses_nothing(engine: Engine) -> None:
         sampling = params("all", max_tokens=20, output_kind=RequestOutputKind.DELTA)
         async for output in engine.engine.generate(PROMPTS[1], sampling, "slow"):
             parts.append((hidden_states_of(output), len(output.outputs[0].token_ids)))
-            await asyncio.sleep(0.2)
+            await pause_task(0.2)
         return parts
 
     parts = engine.loop.run_until_complete(slow())

@@ -71,7 +71,7 @@ async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) ->
             await client.send(session_id="trouble", actions=[["w"]], output="latents")
         assert failure.value.code == "invalid_request"
         task = asyncio.create_task(client.send(session_id="trouble", request_id="gone", output="latents"))
-        await asyncio.sleep(0.02)
+        await client.until_at_step("trouble", 1)
         await client.engine.abort("gone")
         task.cancel()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from faulty_worker import NAN
 from helpers.engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+from helpers.waits import pause_task, seconds
 
 from vllm_omni.outputs import RequestFailed
 
@@ -93,7 +94,7 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
         await tasks[1]  # the next one is about to end, the one after it is at work
         await client.engine.abort(f"{name}-{ABORTED}")
         tasks[ABORTED].cancel()
-        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 240)
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), seconds(240))
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, RequestFailed):
                 codes.add(outcome.code)
@@ -203,7 +204,7 @@ def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
         async with engine(causal_wan, 2, chunks_in_flight=2, omni=omni, **args) as client:
 
             async def late(attempt: int, name: str, index: int) -> torch.Tensor:
-                await asyncio.sleep(0.02 * attempt)
+                await pause_task(0.02 * attempt)
                 return await send(client, name, 0, index)
 
             for attempt in range(4):
@@ -213,7 +214,7 @@ def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
                 behind = [asyncio.create_task(late(attempt, name, index)) for index in range(ABORTED + 1, CHUNKS)]
                 with pytest.raises(RequestFailed, match="non_finite"):
                     await spoiled
-                outcomes = await asyncio.wait_for(asyncio.gather(*behind, return_exceptions=True), 120)
+                outcomes = await asyncio.wait_for(asyncio.gather(*behind, return_exceptions=True), seconds(120))
                 codes = {outcome.code for outcome in outcomes if isinstance(outcome, RequestFailed)}
                 assert len(outcomes) == CHUNKS - ABORTED - 1 and codes <= {"predecessor_failed", "out_of_order"}, (
                     outcomes

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
+from helpers.waits import pause_task
 from vllm.v1.engine.exceptions import EngineDeadError
 
 pytestmark = pytest.mark.nightly
@@ -52,7 +53,7 @@ def test_a_lost_rank_ends_the_engine_within_seconds(
             pending = [
                 asyncio.create_task(client.send(session_id=name, prompt="a field", options=slow)) for name in "ab"
             ]
-            await asyncio.sleep(1)
+            await pause_task(1)
             assert not any(task.done() for task in pending)
             start = time.monotonic()
             processes[rank].send_signal(how)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.engine_client import SharedEngine, running_engine, shared_engine
+from helpers.waits import pause_task, seconds
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
@@ -49,7 +50,7 @@ def test_streams_are_what_they_are_alone_whatever_their_neighbours_do(engine: Sh
                     options={**STEP, "steps": 500},
                 )
             )
-            await asyncio.sleep(0.3)
+            await client.until_at_step("aborted", 3)
             await client.engine.abort("slow")
             slow.cancel()
             await client.send(session_id="aborted", chunk_index=1, options=STEP)
@@ -84,7 +85,7 @@ def test_streams_are_what_they_are_alone_whatever_their_neighbours_do(engine: Sh
             assert all(torch.equal(a, b) for a, b in zip(solo, beside, strict=True))
         assert (await client.stats())["chunks"]["aborted"] == 2
 
-    engine.run(asyncio.wait_for(scenario(), 60))
+    engine.run(asyncio.wait_for(scenario(), seconds(60)))
 
 
 def test_who_is_due_first_is_done_first(engine: SharedEngine) -> None:
@@ -99,10 +100,10 @@ def test_who_is_due_first_is_done_first(engine: SharedEngine) -> None:
     async def scenario() -> None:
         await client.chunks("known", 3, options={**STEP, "steps": 15})  # the scheduler learns what steps cost
         patient = asyncio.create_task(chunk("patient", 30.0))
-        await asyncio.sleep(0.1)
+        await client.until_at_step("patient", 1)
         await asyncio.gather(patient, chunk("urgent", 0.2))
 
-    engine.run(asyncio.wait_for(scenario(), 60))
+    engine.run(asyncio.wait_for(scenario(), seconds(60)))
     assert done == ["urgent", "patient"]
 
 
@@ -124,10 +125,10 @@ def test_a_stream_that_cannot_be_held_is_refused_and_says_why(engine: SharedEngi
         # Without a rate nothing is promised, so nothing is refused; and a stream that is held goes on.
         await client.send(session_id="whenever", prompt="a field", options=slow)
         await client.send(session_id="held", chunk_index=3, chunk_period_s=0.25, options=slow)
-        await asyncio.sleep(1.5)
+        await pause_task(1.5)
         await client.send(session_id="late", chunk_index=0, prompt="a field", chunk_period_s=0.25, options=slow)
 
-    engine.run(asyncio.wait_for(scenario(), 60))
+    engine.run(asyncio.wait_for(scenario(), seconds(60)))
 
 
 def test_a_chunk_that_would_be_late_goes_with_fewer_steps_and_says_so(engine: SharedEngine) -> None:
@@ -145,7 +146,7 @@ def test_a_chunk_that_would_be_late_goes_with_fewer_steps_and_says_so(engine: Sh
         meta, _ = await client.send(session_id="s", chunk_index=4, deadline_s=20, options=slow)
         assert "degradations" not in meta
 
-    engine.run(asyncio.wait_for(scenario(), 60))
+    engine.run(asyncio.wait_for(scenario(), seconds(60)))
 
 
 @pytest.mark.nightly

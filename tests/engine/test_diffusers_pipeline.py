@@ -97,24 +97,16 @@ def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineC
     loop.run_until_complete(manager.__aexit__(None, None, None))
 
 
-async def progress(client: EngineClient) -> dict[str, list[int]]:
-    return (await client.engine.collective_rpc("request_progress"))[0]
-
-
 def test_an_abort_takes_effect_at_the_next_step(client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
     """Of 200 steps a few run; the abort leaves no work behind and the next request has its answer at once."""
 
     async def scenario() -> None:
         expected = (await client.send(session_id="before", seed=1, **SMALL))[1]["images"].clone()
         slow = asyncio.create_task(client.send(session_id="slow", seed=1, request_id="slow", **LONG))
-        deadline = time.monotonic() + 30
-        while (now := (await progress(client)).get("slow", [0, 0]))[0] < 3:
-            assert time.monotonic() < deadline, "the request makes no steps"
-            await asyncio.sleep(0)
+        now = await client.until_at_step("slow", 3)
         assert now[1] == 200
         started_s, seen = time.monotonic(), now[0]
-        while (now := (await progress(client))["slow"])[0] < seen + 5:
-            await asyncio.sleep(0)
+        now = await client.until_at_step("slow", seen + 5)
         left_s = (time.monotonic() - started_s) / (now[0] - seen) * (200 - now[0])
         waiting = asyncio.create_task(client.send(session_id="next", seed=1, **SMALL))
         started_s = time.monotonic()
@@ -122,7 +114,7 @@ def test_an_abort_takes_effect_at_the_next_step(client: EngineClient, loop: asyn
         result = await waiting
         assert time.monotonic() - started_s < left_s / 2, "the aborted request went on"
         assert torch.equal(result[1]["images"], expected)
-        assert await progress(client) == {}
+        assert await client.progress() == {}
         slow.cancel()
 
     loop.run_until_complete(scenario())

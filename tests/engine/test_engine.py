@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine
+from helpers.waits import pause_task, seconds
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.inputs import DiffusionParams
@@ -59,11 +60,11 @@ def test_abort_mid_chunk_takes_effect_and_leaves_the_session_as_it_was(null_engi
         slow = asyncio.create_task(
             client.send(session_id="s", chunk_index=1, request_id="slow", options={"step_ms": 100, "steps": 100})
         )
-        await asyncio.sleep(0.5)
+        await client.until_at_step("s", 2)
         await client.engine.abort("slow")
         slow.cancel()
         # 10 s of steps were left: an answer within 2 s shows that the abort reached the runner.
-        again = await asyncio.wait_for(client.send(session_id="s", chunk_index=1, output="latents"), 2)
+        again = await asyncio.wait_for(client.send(session_id="s", chunk_index=1, output="latents"), seconds(2))
         assert torch.equal(again[1]["latents"], reference[1])
 
     null_engine.run(scenario())
@@ -78,7 +79,7 @@ def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
         reference = await client.chunks("reference", CHUNKS, seed=5)
         await client.chunks("s", 1, seed=5)
         blocker = asyncio.create_task(client.send(session_id="s", chunk_index=1, options={"step_ms": 30}))
-        await asyncio.sleep(0.05)
+        await client.until_at_step("s", 1)
         later = [
             asyncio.create_task(client.send(session_id="s", chunk_index=index, output="latents")) for index in (3, 2)
         ]
@@ -109,7 +110,7 @@ def test_a_paused_engine_makes_a_request_wait(null_engine: SharedEngine) -> None
         params = DiffusionParams(session_id="paused", chunk_index=0, prompt="a field", output="latents")
         await engine.pause_generation(mode="wait", clear_cache=False)
         chunk = asyncio.create_task(door.run_when_room(params, {}, timeout_s=60, wait_s=60))
-        await asyncio.sleep(0.5)
+        await pause_task(0.5)
         assert not chunk.done()
         await engine.resume_generation()
         meta, arrays = await chunk

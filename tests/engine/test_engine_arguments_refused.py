@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.waits import seconds
 
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -22,7 +23,7 @@ DIFFUSION = "the diffusion worker cannot honour --quantization awq: weights are 
 def start(*command: str, **variables: str) -> tuple[int, str]:
     """(exit status, both outputs) of a command that is expected to end by itself."""
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_COLOR": "0", **variables}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds(240), check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
 

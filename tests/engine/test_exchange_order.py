@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.engine_client import EngineClient, running_engine
+from helpers.waits import pause_task
 from recording_worker import FOLDER
 
 Exchange = tuple[str, tuple[int, ...], str]
@@ -131,7 +132,7 @@ async def session(client: EngineClient, name: str, seed: int, omni: dict[str, An
         for chunk in chunks:
             await chunk
     aborted = asyncio.create_task(client.send(session_id=name, chunk_index=CHUNKS, request_id=f"{name}-aborted"))
-    await asyncio.sleep(0.02 * seed)
+    await pause_task(0.02 * seed)
     await client.engine.abort(f"{name}-aborted")
     aborted.cancel()
     await client.send(session_id=f"{name}-after", chunk_index=0, prompt="a town", seed=seed)

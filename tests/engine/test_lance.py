@@ -114,11 +114,6 @@ async def aborts(client: EngineClient) -> None:
     """A request may be aborted before it starts, while it draws or reads, and after; the others go on."""
     expected = (await ask(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
 
-    async def until(condition: Callable[[dict[str, list[int]]], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not condition((await client.engine.collective_rpc("request_progress"))[0]):
-                await asyncio.sleep(0.005)
-
     long_answer = {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}
     doomed_requests: list[tuple[str, int, dict[str, Any]]] = [
         ("t2i", 0, {"num_inference_steps": 400}),
@@ -132,7 +127,7 @@ async def aborts(client: EngineClient) -> None:
         doomed = asyncio.create_task(ask(client, task, name, **changes))
         other = asyncio.create_task(ask(client, "t2i", f"beside-{number}", output="latents"))
         if step:
-            await until(lambda progress, name=name, step=step: progress.get(name, [0])[0] >= step)  # type: ignore[misc]
+            await client.until_at_step(name, step)
         else:
             await asyncio.sleep(0)
         await client.engine.abort(name)
@@ -140,7 +135,7 @@ async def aborts(client: EngineClient) -> None:
         with contextlib.suppress(asyncio.CancelledError, RequestFailed):
             await doomed
         torch.testing.assert_close((await other)[1]["latents"], expected, atol=TOLERANCE, rtol=0)
-        await until(lambda progress, name=name: name not in progress)  # type: ignore[misc]
+        await client.until_gone(name)
     await client.engine.abort("reference")  # long finished
     torch.testing.assert_close((await ask(client, "t2i", "last", output="latents"))[1]["latents"], expected)
     assert (await client.stats())["sessions"] == 0

@@ -96,7 +96,7 @@ def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
             task = asyncio.create_task(
                 client.send(session_id="trouble", request_id="gone", actions=[["w"]] * 3, output="latents")
             )
-            await asyncio.sleep(0.02)
+            await client.until_at_step("trouble", 1)
             await client.engine.abort("gone")
             task.cancel()
 

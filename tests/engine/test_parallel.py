@@ -42,7 +42,7 @@ def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]
                     session_id="s1", chunk_index=CHUNKS, request_id="slow", options={"step_ms": 50, "steps": 99}
                 )
             )
-            await asyncio.sleep(0.3)
+            await client.until_at_step("s1", 3)
             await client.engine.abort("slow")
             slow.cancel()
             # The sessions that failed and were aborted go on as if nothing had happened: compare with one that did not.

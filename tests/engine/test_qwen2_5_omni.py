@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from helpers.waits import pause_task, seconds
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
@@ -242,7 +243,7 @@ def test_a_killed_stage_is_named_and_nothing_hangs(served: Served) -> None:
 
     async def scenario() -> None:
         task = asyncio.create_task(served.reply(served.prompt(PROMPTS["text"][0]), how, "doomed"))
-        await asyncio.sleep(1.0)
+        await pause_task(1.0)
         for victim in victims:
             victim.send_signal(signal.SIGKILL)
         with pytest.raises(StageDied, match="token2wav"):
@@ -250,7 +251,7 @@ def test_a_killed_stage_is_named_and_nothing_hangs(served: Served) -> None:
         start = time.monotonic()
         with pytest.raises(StageDied, match="token2wav"):
             await served.reply(served.prompt("x"), GREEDY, "late")
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < seconds(1)
         assert composition._slots.qsize() == TALKER["max_num_seqs"]
 
     served.run(scenario(), 60)

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.engine_client import running_engine
-from helpers.fake_engine import LATER, Client, infer, wait_until
+from helpers.fake_engine import LATER, Client, infer
 from helpers.ray_cluster import TwoNodes
 from helpers.served import Served
+from helpers.waits import seconds, wait_until
 from ray_walk import CHUNKS, SESSIONS
 from safetensors.torch import load_file
 from websockets.exceptions import ConnectionClosed
@@ -43,7 +44,7 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
     command = [sys.executable, str(script), *map(str, arguments)]
     path = os.pathsep.join(filter(None, (str(script.parents[1]), os.environ.get("PYTHONPATH"))))  # for `helpers`
     environ = {**cluster.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds(400), check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return set(json.loads(done.stdout.splitlines()[-1])["nodes"])
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
+from helpers.waits import seconds
 
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
@@ -99,7 +100,7 @@ def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> No
                     made.append(result[1]["latents"].clone())
                 latents.append(made)
 
-    asyncio.run(asyncio.wait_for(scenario(), 240))
+    asyncio.run(asyncio.wait_for(scenario(), seconds(240)))
 
     tiny = [[bool(names) for names in stream.degradations] for stream in watched]
     assert all(names in ([], ["tiny_vae"]) for stream in watched for names in stream.degradations)
@@ -142,7 +143,7 @@ def test_decoders_take_turns_wherever_the_decode_is(
                 result = await client.send(session_id="l", chunk_index=index, output="latents", **first)
                 latents.append(result[1]["latents"].clone())
 
-    asyncio.run(asyncio.wait_for(scenario(), 400))
+    asyncio.run(asyncio.wait_for(scenario(), seconds(400)))
     tiny = [bool(names) for names in stream.degradations]
     assert tiny == [False, False, True, True, False, False]
     for ours, theirs in zip(stream.frames, decoded_here(causal_wan, latents, tiny), strict=True):

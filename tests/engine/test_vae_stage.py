@@ -50,7 +50,7 @@ async def failures_cost_one_chunk(client: EngineClient) -> None:
 async def aborts_cost_one_chunk(client: EngineClient) -> None:
     options = {"step_ms": 20, "steps": 50}
     slow = asyncio.create_task(client.send(session_id="s1", chunk_index=CHUNKS, request_id="slow", options=options))
-    await asyncio.sleep(0.3)
+    await client.until_at_step("s1", 3)
     await client.engine.abort("slow")
     slow.cancel()
 

@@ -7,6 +7,7 @@ How it behaves behind stock vLLM's own check, over real sockets: tests/entrypoin
 import asyncio
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
@@ -28,12 +29,17 @@ DOOR = "/omni/ws/walk/along"
 class Site:
     """An application with a door at `/v1/walk/along`, pages, and the guard. seen: scopes at the door."""
 
-    def __init__(self, keys: list[str] | None = None, open_paths: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        keys: list[str] | None = None,
+        open_paths: tuple[str, ...] = (),
+        environ: Mapping[str, str] | None = SECRET,
+    ) -> None:
         self.app, self.seen = FastAPI(), list[dict[str, Any]]()
         self.app.router.routes.append(WebSocketRoute("/v1/walk/along", self._door))
         for path in ("/work", "/page", "/health"):
             self.app.add_api_route(path, _work, methods=["GET", "POST", "OPTIONS"], include_in_schema=False)
-        self.access = BrowserAccess(KEYS if keys is None else keys, SECRET)
+        self.access = BrowserAccess(KEYS if keys is None else keys, environ)
         self.access.attach(self.app, open_paths)
 
     async def _door(self, websocket: WebSocket) -> None:
@@ -146,17 +152,18 @@ def test_a_key_that_is_no_text_is_taken_as_its_bytes() -> None:
     assert access.needs_key and access.key_index(Headers({"authorization": "Bearer plain"})) == 1
 
 
-def test_without_keys_there_is_nothing_to_guard() -> None:
+def test_without_keys_there_is_nothing_to_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     """No secret is derived (that takes a while), and the environment is not read for one."""
-    access = BrowserAccess([], {})
-    assert not access.needs_key and access._office._secret == b""
+    monkeypatch.setattr("vllm_omni.entrypoints.access.derive_secret", None)  # calling it would fail
+    assert not BrowserAccess([], {}).needs_key
     assert Site([]).ask("/work")[:2] == (200, "done")
 
 
 def test_the_secret_comes_from_this_process_environment_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_OMNI_TICKET_SECRET", SECRET["VLLM_OMNI_TICKET_SECRET"])
-    assert BrowserAccess(KEYS)._office._secret == BrowserAccess(KEYS, SECRET)._office._secret
-    assert BrowserAccess(KEYS, {})._office._secret != BrowserAccess(KEYS)._office._secret
+    ticket = Site().ticket()
+    assert Site(environ=None).connect(protocols=(f"ticket.{ticket}",)) == "websocket.accept"
+    assert Site(environ={}).connect(protocols=(f"ticket.{ticket}",)) == 401
 
 
 def test_a_ticket_may_stand_for_any_of_the_keys(site: Site) -> None:

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from helpers.uvicorn_thread import serving
+from helpers.waits import exactly, seconds, wait_until
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -76,7 +77,7 @@ def post(port: int, pieces: list[bytes], pause_s: float, path: str = "/length") 
     length = sum(map(len, pieces))
     started_s = time.monotonic()
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.settimeout(10)
+        sock.settimeout(seconds(10))
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
         sock.sendall(head.encode())
         stop = threading.Event()
@@ -106,7 +107,7 @@ def post(port: int, pieces: list[bytes], pause_s: float, path: str = "/length") 
 def test_a_client_that_sends_all_before_it_reads_gets_its_answer(port: int) -> None:
     """As urllib does. A server that closes with bytes unread resets the connection, and the client never sees why."""
     length = 16 << 20
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds(10)) as sock:
         sock.sendall(b"POST /refused HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % length)
         sock.sendall(b"x" * length)
         answer = b"".join(iter(lambda: sock.recv(65536), b""))
@@ -119,13 +120,13 @@ def test_refused_bodies_of_one_client_are_read_slowly(port: int, app: FastAPI) -
     with ExitStack() as stack:
         before, started_s = app.state.bytes_read, time.monotonic()
         for _ in range(4):
-            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=seconds(10)))
             sock.sendall(b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE)
             sender = threading.Thread(target=send_until_cut, args=(sock, b"x" * LARGE))
             sender.start()
             stack.callback(sender.join)
             stack.callback(sock.shutdown, socket.SHUT_RDWR)
-        time.sleep(1)
+        exactly(1.0)
         read, took_s = app.state.bytes_read - before, time.monotonic() - started_s
     print(f"{read >> 20} MiB in {took_s:.1f} s")
     assert 0 < read < took_s * DISCARDED_BYTES_PER_S + (8 << 20)
@@ -168,12 +169,13 @@ def test_a_download_goes_with_its_reader(port: int, app: FastAPI) -> None:
     with socket.create_connection(address) as reader, socket.create_connection(address) as deaf:
         deaf.sendall(request)
         reader.sendall(request)
-        reader.settimeout(10)
+        reader.settimeout(seconds(10))
         received = 0
         while part := reader.recv(1 << 20):
             received += len(part)
         assert LARGE < received < LARGE + 1000
-        give_up_s = time.monotonic() + DEADLINE_S + 5
-        while not all(file.closed for file in app.state.files):
-            assert time.monotonic() < give_up_s, "the file of the reader that does not read is still open"
-            time.sleep(0.05)
+        wait_until(
+            lambda: all(file.closed for file in app.state.files),
+            DEADLINE_S + 5,
+            lambda: "the file of the reader that does not read is still open",
+        )

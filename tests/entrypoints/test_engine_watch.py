@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ports import port_for_a_server
+from helpers.waits import exactly, pause, seconds, wait_until
 
 from vllm_omni.exit_codes import ENGINE_DIED
 
@@ -72,17 +73,19 @@ class Serving:
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         url = f"http://127.0.0.1:{port}/health"
-        while True:
-            assert self.process.poll() is None, self.process.communicate()[1]
-            try:
-                urllib.request.urlopen(url, timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.05)
+        wait_until(lambda: self._answers(url), 60)
+
+    def _answers(self, url: str) -> bool:
+        assert self.process.poll() is None, self.process.communicate()[1]
+        try:
+            urllib.request.urlopen(url, timeout=seconds(5)).close()
+        except OSError:
+            return False
+        return True
 
     def end(self) -> tuple[int, str, str]:
         """Exit status, output, log."""
-        out, log = self.process.communicate(timeout=20)
+        out, log = self.process.communicate(timeout=seconds(20))
         return self.process.returncode, out, log
 
 
@@ -111,16 +114,16 @@ def test_a_dead_worker_is_told_before_the_engine_core_notices(serving: Serving) 
     assert serving.process.stdout.readline() == "told\n"
     told_s = time.monotonic() - killed_s
     assert serving.end()[0] == ENGINE_DIED
-    assert serving.engine.wait(5) == -signal.SIGKILL
-    assert told_s < 1.0
+    assert serving.engine.wait(seconds(5)) == -signal.SIGKILL
+    assert told_s < seconds(1.0)
 
 
 def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
     """Not before; one that goes on in time is left alone."""
     serving.engine.send_signal(signal.SIGSTOP)
-    time.sleep(0.5)
+    exactly(0.5)  # half of the time that a stopped engine has
     serving.engine.send_signal(signal.SIGCONT)
-    time.sleep(1.2)
+    pause(1.2)
     assert serving.process.poll() is None
     started_s = time.monotonic()
     serving.engine.send_signal(signal.SIGSTOP)

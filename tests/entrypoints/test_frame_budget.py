@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a WebSocket connection may send of small frames, and how it ends when it sends more."""
 
-import asyncio
 import contextlib
 import logging
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
 from helpers.uvicorn_thread import serving
+from helpers.waits import exactly, pause, pause_task, seconds
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.protocol import Protocol
@@ -37,7 +36,7 @@ def port() -> Iterator[int]:
 
     @app.websocket("/late")
     async def late(websocket: WebSocket) -> None:
-        await asyncio.sleep(0.3)
+        await pause_task(0.3)
         await websocket.accept()
 
     config = uvicorn.Config(app, log_level="warning", ws_max_size=64 << 20, ws_per_message_deflate=False)
@@ -57,7 +56,7 @@ def fragments(total: int, size: int) -> bytes:
 
 def read_on(client: ClientConnection) -> None:
     while True:
-        client.recv(timeout=10)
+        client.recv(timeout=seconds(10))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_fragments_within_the_budget_are_one_message(port: int, total: int, size
     """Fragments of 1 KiB and more in any number, smaller ones up to the burst."""
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall(fragments(total, size))
-        assert client.recv(timeout=30) == str(total)
+        assert client.recv(timeout=seconds(30)) == str(total)
 
 
 def test_the_budget_comes_back_with_time(port: int) -> None:
@@ -76,10 +75,10 @@ def test_the_budget_comes_back_with_time(port: int) -> None:
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall((BURST - 5) * ping)
         for _ in range(2):
-            time.sleep(0.4)
+            exactly(0.4)
             client.socket.sendall(int(0.4 * BUDGET.small_frames_per_s) * ping)
         client.send(b"still here")
-        assert client.recv(timeout=10) == "10"
+        assert client.recv(timeout=seconds(10)) == "10"
 
 
 @pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG, Opcode.BINARY], ids=lambda opcode: opcode.name)
@@ -123,10 +122,10 @@ def test_a_flood_before_the_handshake_is_over_is_cut_off(port: int, caplog: pyte
     )
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(head)
-        time.sleep(0.1)
+        pause(0.1)
         raw.sendall(Frame(Opcode.PING, b"").serialize(mask=True) * (2 * BURST))
-        raw.settimeout(5)
+        raw.settimeout(seconds(5))
         with contextlib.suppress(ConnectionResetError):
             assert raw.recv(1) == b""
-    time.sleep(0.5)
+    pause(0.5)
     assert not caplog.records

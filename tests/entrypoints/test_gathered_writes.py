@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
-from helpers.fake_engine import wait_until
 from helpers.uvicorn_thread import serving
+from helpers.waits import pause_task, seconds, wait_until
 from uvicorn.protocols.utils import ClientDisconnected
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
@@ -66,7 +66,7 @@ def application(writes: list[list[int]]) -> FastAPI:
         writer.write([MUCH])  # more than the kernel takes from a client that does not read
         assert not writer.has_room
         sending = [asyncio.ensure_future(writer.send(messages)) for messages in ([b"last"], [])]
-        await asyncio.sleep(0.1)
+        await pause_task(0.1)
         writes.append([sum(task.done() for task in sending)])
         await asyncio.gather(*sending)
         assert writer.has_room
@@ -110,8 +110,8 @@ def test_messages_of_a_group_arrive_one_by_one_and_in_order(port: int, writes: l
     """Bytes, buffers and texts, large and empty, in a single write; what is sent afterwards comes afterwards."""
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/group", compression=None, max_size=None) as client:
-        assert client.recv(timeout=10) == "True"
-        assert [client.recv(timeout=10) for _ in range(6)] == [
+        assert client.recv(timeout=seconds(10)) == "True"
+        assert [client.recv(timeout=seconds(10)) for _ in range(6)] == [
             b"header", PIXELS.tobytes(), "words", b"", b"end", b"by itself",
         ]  # fmt: skip
     assert writes == [[2, 6, 10, PIXELS.nbytes, 2, 5, 2, 0, 2, 3]]
@@ -121,7 +121,7 @@ def test_compressed_connections_do_not_offer_it(writes: list[list[int]]) -> None
     """Their frames are the library's affair."""
     for port in served(writes, ws_per_message_deflate=True):
         with connect(f"ws://127.0.0.1:{port}/group", max_size=None) as client:
-            assert client.recv(timeout=10) == "False"
+            assert client.recv(timeout=seconds(10)) == "False"
 
 
 def test_nothing_is_sent_behind_a_close(port: int, writes: list[list[int]]) -> None:

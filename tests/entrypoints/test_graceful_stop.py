@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 
 import pytest
 from helpers.ports import port_for_a_server
+from helpers.waits import seconds, wait_until
 
 SERVER = """
 import asyncio, contextlib, sys
@@ -29,6 +30,7 @@ class Server(uvicorn.Server):  # vLLM's server installs no signal handlers of it
 app, stop = FastAPI(), GracefulStop()
 
 async def work():
+    print("at work", flush=True)
     await asyncio.sleep(float(sys.argv[2]))
     return "done"
 
@@ -51,16 +53,15 @@ class Stopping:
     def __init__(self, work_s: float, finish_s: float, timeout_s: float) -> None:
         self.port = port_for_a_server()
         command = [sys.executable, "-c", SERVER, *map(str, (self.port, work_s, finish_s, timeout_s))]
-        self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
-        while self.call("/health")[0] != 200:
-            assert self.process.poll() is None
-            time.sleep(0.05)
+        self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+        wait_until(lambda: self.call("/health")[0] == 200 or self.process.poll() is not None, 60)
+        assert self.process.poll() is None
 
     def call(self, path: str, method: str = "GET") -> tuple[int, str]:
         """(status, body); (0, "") if nobody answers."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=seconds(20)) as answer:
                 return answer.status, answer.read().decode()
         except HTTPError as refused:
             return refused.code, refused.read().decode()
@@ -91,16 +92,16 @@ def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., St
     answers: list[tuple[int, str]] = []
     worker = threading.Thread(target=lambda: answers.append(server.call("/work", "POST")))
     worker.start()
-    time.sleep(0.3)
+    assert server.process.stdout is not None and server.process.stdout.readline() == b"at work\n"
     server.stop()
-    time.sleep(0.2)
+    wait_until(lambda: server.call("/omni/ready")[0] == 503)
     status, body = server.call("/work", "POST")
     assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
     assert server.call("/omni/ready") == (503, '{"status":"draining"}')
     assert server.call("/health")[0] == 200
     worker.join()
     assert answers == [(200, '"done"')]
-    assert server.process.wait(5) == 0
+    assert server.process.wait(seconds(5)) == 0
 
 
 def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(start: Callable[..., Stopping]) -> None:
@@ -110,8 +111,8 @@ def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(start: Callable
     impatient = start(finish_s=60.0, timeout_s=60.0)
     bounded.stop()
     impatient.stop()
-    assert bounded.process.wait(10) == 0
+    assert bounded.process.wait(seconds(10)) == 0
     assert impatient.process.poll() is None
     impatient.stop()
-    assert impatient.process.wait(5) == 0
-    assert time.monotonic() - started_s < 30
+    assert impatient.process.wait(seconds(5)) == 0
+    assert time.monotonic() - started_s < seconds(30)

@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
 from helpers.uvicorn_thread import serving
+from helpers.waits import seconds
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
@@ -48,7 +49,7 @@ def is_closed(sock: socket.socket, timeout_s: float) -> bool:
 
 
 def ask(sock: socket.socket) -> bytes:
-    sock.settimeout(10)
+    sock.settimeout(seconds(10))
     sock.sendall(b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n")
     answer = b""
     while b'"hello"' not in answer:
@@ -69,7 +70,7 @@ def test_unfinished_handshakes_are_closed_and_nobody_else(port: int) -> None:
         assert all(is_closed(sock, opened_s + TIMEOUT_S + 5 - time.monotonic()) for sock in late)
         assert time.monotonic() - opened_s >= TIMEOUT_S
         websocket.send("still here")
-        assert websocket.recv(timeout=10) == "still here"
+        assert websocket.recv(timeout=seconds(10)) == "still here"
         assert b"200 OK" in ask(kept)
         for sock in late:
             sock.close()

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from helpers.fake_engine import wait_until
 from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 from helpers.ports import port_for_a_server
+from helpers.waits import seconds, wait_until
 
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
@@ -43,7 +42,7 @@ class Server:
 
     def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         body = {"model": "tiny", "temperature": 0, "max_tokens": 6, "ignore_eos": True, **body}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=seconds(60))
 
     def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         response = self.post(path, stream=True, **body)
@@ -52,7 +51,7 @@ class Server:
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
     def fetch(self, response_id: str, index: int = 0) -> httpx.Response:
-        return httpx.get(f"{self.url}/v1/hidden_states/{response_id}", params={"index": index}, timeout=30)
+        return httpx.get(f"{self.url}/v1/hidden_states/{response_id}", params={"index": index}, timeout=seconds(30))
 
     def states(self, response_id: str, index: int = 0) -> HiddenStates:
         response = self.fetch(response_id, index)
@@ -100,14 +99,15 @@ def server(
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 600
-        while not demo.answers(f"http://127.0.0.1:{port}/health"):
+
+        def is_up() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.25)
+            return demo.answers(f"http://127.0.0.1:{port}/health")
+
+        wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
         yield Server(f"http://127.0.0.1:{port}", tiny_language_model, log)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(seconds(30)) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -266,15 +266,12 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": True, "n": choices}
     omni = {"omni": '{"hidden_states": "last"}'}
     with httpx.stream(
-        "POST", server.url + "/v1/completions", json={**body, "temperature": 1, "vllm_xargs": omni}, timeout=60
+        "POST", server.url + "/v1/completions", json={**body, "temperature": 1, "vllm_xargs": omni}, timeout=seconds(60)
     ) as stream:
         lines = stream.iter_lines()  # kept: httpx closes the connection with the iterator
         first = json.loads(next(lines).removeprefix("data: "))
         assert server.fetch(first["id"], choices - 1).status_code == 409
-    deadline = time.monotonic() + 60
-    while server.fetch(first["id"], choices - 1).status_code == 409:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: server.fetch(first["id"], choices - 1).status_code != 409, 60, every_s=0.1)
     assert server.fetch(first["id"], choices - 1).status_code == 404
 
 
@@ -283,8 +280,12 @@ def test_the_online_example_prints_text_and_rows(server: Server, tmp_path: Path)
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"
     command = [sys.executable, str(script), PROMPT, "--url", server.url, "--layers", "1", "-1", "--max-tokens", "5"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, timeout=seconds(600), check=True
+    )
     states = from_safetensors(out.read_bytes())
     assert f"layer -1: {tuple(states[-1].shape)}" in done.stdout and set(states) == {-1, 1}
-    wrong = subprocess.run([*command, "--layers", "3"], capture_output=True, text=True, timeout=600, check=False)
+    wrong = subprocess.run(
+        [*command, "--layers", "3"], capture_output=True, text=True, timeout=seconds(600), check=False
+    )
     assert wrong.returncode == 1 and "hidden_state_layers" in wrong.stderr

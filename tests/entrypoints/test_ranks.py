@@ -6,6 +6,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
+from helpers.waits import until
 
 from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.inputs import DiffusionParams
@@ -152,7 +153,7 @@ def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
         ranks = Ranks(2)
         ranks.pause_s = 10
         task = asyncio.create_task(ranks.send("s", 0))
-        await asyncio.sleep(0.01)
+        await until(lambda: ranks.asked)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from helpers.waits import exactly_in_task, seconds, until
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.readiness import Readiness
@@ -98,16 +99,16 @@ def test_steps_longer_than_a_probe_waits_still_tell_it_the_truth() -> None:
     async def main() -> None:
         readiness = Readiness(engine, 60.0, lambda: True, lambda: False, lambda: 0, lambda: 0)
         started_s = time.monotonic()
-        await asyncio.sleep(1.0)  # the sampler's question is answered: no session
+        await exactly_in_task(1.0)  # the sampler's question is answered: no session
         engine.stats["sessions"], seen, probes = 1, 0, 0
         while seen != 1:
             asked_s = time.monotonic()
             assert asked_s - started_s < 20, "probes that give up must not end the question"
             reply = json.loads(bytes((await readiness.ready()).body))
-            assert time.monotonic() - asked_s < 0.75, "a probe answers before the step ends"
+            assert time.monotonic() - asked_s < seconds(0.75), "a probe answers before the step ends"
             assert reply["age_s"] is not None
             seen, probes = reply["sessions"], probes + 1
-            await asyncio.sleep(0.05)
+            await exactly_in_task(0.05)
         assert probes > 1
         assert engine.asked <= 2 + (time.monotonic() - started_s) / engine.delay_s
 
@@ -122,7 +123,7 @@ def test_an_engine_that_dies_during_a_question_is_found_out() -> None:
     async def main() -> str:
         readiness = Readiness(engine, 60.0, lambda: True, lambda: False, lambda: 0, lambda: 0)
         probe = asyncio.create_task(readiness.ready())
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.asked)
         engine.is_dead = True  # type: ignore[misc]
         return str(json.loads(bytes((await probe).body))["status"])
 

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import WSMsgType, web
+from helpers.waits import exactly, exactly_in_task, pause_task, seconds, until
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
@@ -34,7 +34,7 @@ FRAGMENTS += Frame(Opcode.CONT, b"x", fin=False).serialize(mask=True) * 99_999
 
 def read_on(client: ClientConnection) -> None:
     while True:
-        client.recv(timeout=10)
+        client.recv(timeout=seconds(10))
 
 
 class Server:
@@ -89,7 +89,7 @@ class Server:
 
     async def _slow(self, request: web.Request) -> web.Response:
         try:
-            await asyncio.sleep(30)
+            await exactly_in_task(30)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -100,7 +100,7 @@ class Server:
         await response.prepare(request)
         for number in range(3):
             await response.write(f"data: {number}\n\n".encode())
-            await asyncio.sleep(0.1)
+            await pause_task(0.1)
         return response
 
     async def _echo(self, request: web.Request) -> web.Response:
@@ -109,7 +109,7 @@ class Server:
         return web.json_response({"name": self.name, "bytes": len(body), "query": request.query_string}, status=201)
 
     async def _slow_socket(self, request: web.Request) -> web.WebSocketResponse:
-        await asyncio.sleep(0.5)
+        await pause_task(0.5)
         return await self._socket(request)
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
@@ -214,19 +214,15 @@ def test_requests_without_a_session_spread() -> None:
     async def scenario() -> None:
         async with routed(3) as behind:
             slow = [asyncio.create_task(behind.client.get(behind.url + "/v1/slow").__aenter__()) for _ in range(6)]
-            await asyncio.sleep(0.3)
-            assert [backend.open for backend in behind.backends.all] == [2, 2, 2]
+            await until(lambda: [backend.open for backend in behind.backends.all] == [2, 2, 2])
             behind.servers[0].status = behind.servers[2].status = "capacity"
             await behind.looked()
             assert {await behind.who() for _ in range(4)} == {"server-1"}
             for task in slow:
                 task.cancel()
             await asyncio.wait(slow)
-            for _ in range(50):
-                if sum(server.cancelled for server in behind.servers) == 6:
-                    break
-                await asyncio.sleep(0.05)
-            assert [server.cancelled for server in behind.servers] == [2, 2, 2]  # clients that left ended their work
+            # Clients that left ended their work.
+            await until(lambda: [server.cancelled for server in behind.servers] == [2, 2, 2])
 
     asyncio.run(scenario())
 
@@ -310,11 +306,7 @@ def test_sockets_pass_everything_both_ways() -> None:
             async with behind.socket() as (socket, name):
                 await socket.close(code=3001)
             server = behind.servers[int(name[-1])].sockets[-1]
-            for _ in range(40):
-                if server.close_code is not None:
-                    break
-                await asyncio.sleep(0.05)
-            assert server.close_code == 3001
+            await until(lambda: server.close_code == 3001)
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 await behind.client.ws_connect(behind.url + "/v1/realtime/private")
             assert refused.value.status == 401
@@ -342,7 +334,7 @@ def test_a_dead_server_takes_only_its_own_sockets() -> None:
             ):
                 assert (first, second) == ("server-0", "server-1")
                 await behind.servers[0].die()
-                message = await asyncio.wait_for(lost.receive(), 5)
+                message = await asyncio.wait_for(lost.receive(), seconds(5))
                 assert message.data == 1012 and "rank-0 is gone" in message.extra
                 await kept.send_str("still here")
                 assert await kept.receive_str() == "still here"
@@ -371,7 +363,7 @@ def test_a_server_that_falls_silent_is_gone() -> None:
             behind.servers[1].is_silent = True
             async with behind.socket("?rank=rank-1") as (lost, _):
                 messages = []
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(seconds(5)):
                     while not messages or messages[-1].type is WSMsgType.PONG:
                         messages.append(await lost.receive())
                 assert messages[-1].data == 1012
@@ -391,9 +383,9 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
             backend, server = behind.backends.all[int(name[-1])], behind.servers[int(name[-1])]
             before = grown = psutil.Process().memory_info().rss
             await socket.send_str("flood")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(seconds(10)):
                 while backend.open or not server.is_cut_off:
-                    await asyncio.sleep(0.05)
+                    await pause_task(0.05)
                     grown = max(grown, psutil.Process().memory_info().rss)
             assert server.flooded_bytes >= 4 << 20
             assert grown - before < 64 << 20  # router, server and client are all in this process
@@ -449,9 +441,9 @@ def test_frames_before_the_handshakes_answer_are_refused(delay_s: float | None) 
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(head + PING if delay_s is None else head)
             if delay_s is not None:
-                time.sleep(delay_s)
+                exactly(delay_s)
                 raw.sendall(PING)
-            raw.settimeout(10)
+            raw.settimeout(seconds(10))
             answer = b""
             while part := raw.recv(1 << 16):
                 answer += part

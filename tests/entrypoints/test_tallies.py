@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tally is scraped as `prometheus_client`'s own metric is, and that one counts where several processes are."""
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from helpers.rank_processes import run_ranks
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
 
 from vllm_omni.entrypoints.tallies import CounterTally, Counts, Distributions, HistogramTally
 
@@ -51,25 +51,36 @@ def test_a_name_is_taken_once() -> None:
         Counter("chunks", "Chunks.", registry=registry)
 
 
-COUNT = """
-import sys
-from vllm_omni.entrypoints.metrics import SessionMeter
-meter = SessionMeter("door")
-for _ in range(int(sys.argv[1])):
-    meter.chunk_done(4, 16.0, {"decode": [200.0]}, 0.3)
-"""
-SCRAPE = """
-from prometheus_client import generate_latest
-from vllm.v1.metrics.prometheus import get_prometheus_registry
-print(generate_latest(get_prometheus_registry()).decode())
-"""
+COUNTS = (2, 3)
 
 
-def test_the_chunks_of_all_server_processes_are_scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    for count in ("2", "3"):
-        subprocess.run([sys.executable, "-c", COUNT, count], check=True)
-    answer = subprocess.run([sys.executable, "-c", SCRAPE], check=True, capture_output=True, text=True).stdout
+def _as_a_server_process(folder: str) -> None:
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    values.ValueClass = values.get_value_class()  # as when `prometheus_client` is first imported with this variable
+
+
+def _count(rank: int, folder: str) -> None:
+    from vllm_omni.entrypoints.metrics import SessionMeter
+
+    _as_a_server_process(folder)
+    meter = SessionMeter("door")
+    for _ in range(COUNTS[rank]):
+        meter.chunk_done(4, 16.0, {"decode": [200.0]}, 0.3)
+
+
+def _scrape(rank: int, folder: str, answer: str) -> None:
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    _as_a_server_process(folder)
+    Path(answer).write_bytes(generate_latest(get_prometheus_registry()))
+
+
+def test_the_chunks_of_all_server_processes_are_scraped(tmp_path: Path) -> None:
+    folder, page = tmp_path / "multiprocess", tmp_path / "page.txt"
+    folder.mkdir()
+    run_ranks(_count, (str(folder),), len(COUNTS))
+    run_ranks(_scrape, (str(folder), str(page)), 1)
+    answer = page.read_text()
     assert 'omni_rt_chunks_total{endpoint="door"} 5.0' in answer
     assert 'omni_rt_frames_total{endpoint="door"} 20.0' in answer
     assert 'omni_rt_chunk_seconds_bucket{endpoint="door",le="0.25",stage="decode"} 5.0' in answer

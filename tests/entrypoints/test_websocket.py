@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
+from helpers.waits import seconds, until
 from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError
@@ -62,8 +63,7 @@ async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
     app.state.server = server
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     url = f"ws://127.0.0.1:{listening.getsockname()[1]}/echo"
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started)
     try:
         async with connect(url, compression="deflate") as client:
             assert client.protocol.extensions == []  # offered, not taken
@@ -100,5 +100,5 @@ def test_limits_hold_from_the_first_connection() -> None:
 
     apply_at_startup(app)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        asyncio.run(asyncio.wait_for(_run_limited_server(app, listening), 20))
+        asyncio.run(asyncio.wait_for(_run_limited_server(app, listening), seconds(20)))
     assert ran == ["start", "stop"]

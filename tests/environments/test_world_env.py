@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.waits import seconds
 from in_process_llm import InProcessLLM
 
 from vllm_omni.environments.world import WorldVectorEnv
@@ -143,5 +144,5 @@ def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
     assert engine
     env.close()
     for process in engine:
-        process.join(20)
+        process.join(seconds(20))
     assert not any(process.is_alive() for process in engine)

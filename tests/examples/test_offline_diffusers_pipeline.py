@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.waits import seconds
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4
@@ -17,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "diffuse
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
 
 
 def tiny(tmp_path: Path, layout: str) -> Path:

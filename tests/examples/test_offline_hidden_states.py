@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.waits import seconds
 
 from vllm_omni.hidden_states import from_safetensors
 
@@ -17,7 +18,7 @@ def test_it_prints_text_and_writes_rows(tmp_path: Path) -> None:
     """Without a model it makes one; two prompts, two layers."""
     out = tmp_path / "states.safetensors"
     command = [sys.executable, str(SCRIPT), "--rows", "generated", "--layers", "2", "-1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(400), check=True)
     states = from_safetensors(out.read_bytes())
     assert set(states) == {2, -1} and states[2].shape == (states.num_rows, 64)
     assert done.stdout.count("layer 2:") == 2 and "'The sea is' ->" in done.stdout

@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from helpers.waits import seconds
 from PIL import Image
 
 from vllm_omni.model_executor.models.lance.config import TASKS
@@ -53,7 +54,9 @@ def test_a_picture_is_drawn_and_read(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         command = [sys.executable, str(SCRIPT), str(tmp_path / "model"), *arguments, *common]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=600).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=seconds(600)
+        ).stdout
 
     run("text-to-image", "--prompt", "a cat", "--height", "64", "--width", "96", "--steps", "2", "--out", "cat.png")
     assert np.asarray(Image.open(tmp_path / "cat.png")).shape == (64, 96, 3)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from helpers.waits import seconds
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4
@@ -43,7 +44,7 @@ EXAMPLE = load_example()
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
 
 
 @pytest.mark.engine

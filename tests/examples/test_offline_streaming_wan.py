@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.waits import seconds
 
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.model_executor.models.registry import get_family
@@ -16,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "streami
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(400), check=False)
 
 
 @pytest.mark.nightly

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from helpers.waits import seconds
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -53,6 +54,25 @@ class EngineClient:
             )
             latents.append(result[1]["latents"].clone())
         return latents
+
+    async def until_at_step(self, session_id: str, step: int) -> list[int]:
+        """Wait until the first rank has done so many steps of the session's request: `[steps done, steps in all]`."""
+        async with asyncio.timeout(seconds(60)):
+            while True:
+                progress = (await self.progress()).get(session_id, [0, 0])
+                if progress[0] >= step:
+                    return progress
+                await asyncio.sleep(0)
+
+    async def until_gone(self, session_id: str) -> None:
+        """Wait until the first rank works on no request of the session."""
+        async with asyncio.timeout(seconds(60)):
+            while session_id in await self.progress():
+                await asyncio.sleep(0)
+
+    async def progress(self) -> dict[str, list[int]]:
+        """Of the first rank: session -> `[steps done, steps in all]`."""
+        return (await self.engine.collective_rpc("request_progress"))[0]  # type: ignore[no-any-return]
 
     async def stats(self) -> dict[str, Any]:
         """Of the last rank: an earlier pipeline stage hears of a commit with a later step."""

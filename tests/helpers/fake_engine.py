@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
+from helpers.waits import seconds, wait_until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -76,7 +77,7 @@ class FakeEngine:
         self.worlds: dict[str, World] = {}
         self.running = 0
         self.most_running = 0
-        self._live: dict[str, asyncio.Task[Any]] = {}
+        self.live: dict[str, asyncio.Task[Any]] = {}
 
     @property
     def chunks(self) -> list[Call]:
@@ -87,16 +88,16 @@ class FakeEngine:
         tensors = request_tensors(pooling_params.extra_kwargs)
         self.calls.append(Call(params, {name: tensor.numpy() for name, tensor in tensors.items()}))
         task = asyncio.create_task(self._work(params))
-        self._live[request_id] = task
+        self.live[request_id] = task
         try:
             envelope = await asyncio.shield(task)
         finally:
             if task.done():
-                self._live.pop(request_id, None)
+                self.live.pop(request_id, None)
         yield SimpleNamespace(outputs=SimpleNamespace(data=envelope), finished=True)
 
     async def abort(self, request_id: str) -> None:
-        task = self._live.pop(request_id, None)
+        task = self.live.pop(request_id, None)
         if task is not None:
             self.aborted.append(request_id)
             task.cancel()
@@ -204,7 +205,7 @@ class DoorServer:
         """Every server that was left ends by itself."""
         while cls._ending:
             thread = cls._ending.pop()
-            thread.join(10)
+            thread.join(seconds(10))
             assert not thread.is_alive(), "a server has not ended 10 s after its test"
 
     def client(self, path: str = PATHS[0], **options: Any) -> "Client":
@@ -249,14 +250,6 @@ class Client:
         answer = self.ask(message)
         assert answer["type"] == "error", answer
         return answer["code"]
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Return when `condition` holds; fail when it does not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not reached in time"
-        time.sleep(0.005)
 
 
 def camera(num_frames: int) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 from helpers.ports import port_for_a_server
+from helpers.waits import seconds, wait_until
 from openai import OpenAI
 
 KEY = "a-key-for-tests"
@@ -32,12 +33,12 @@ class Served:
 
     def connect(self, key: str = KEY) -> OpenAI:
         """A client of its own, with its own connections; errors come at once instead of being retried."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=seconds(60))
 
     def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {KEY}", **headers})
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=seconds(30)) as answer:
                 return answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers), error.read()
@@ -53,12 +54,10 @@ class Served:
         return float(found[1]) if found is not None else 0.0
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
-    """Poll until it holds; returns the seconds it took."""
+def seconds_until(condition: Callable[[], bool], within: float = 30.0) -> float:
+    """Wait until it holds: the seconds it took."""
     started_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started_s < timeout_s, "condition did not come true"
-        time.sleep(0.02)
+    wait_until(condition, within, every_s=0.02)
     return time.monotonic() - started_s
 
 
@@ -76,18 +75,19 @@ def serve(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
     try:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
         served = Served(process, port, log)
-        while not _is_up(served):
+
+        def is_up() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline_s, log.read_text()[-3000:]
-            time.sleep(0.25)
+            return _is_up(served)
+
+        wait_until(is_up, START_TIMEOUT_S, lambda: log.read_text()[-3000:], every_s=0.25)
         yield served
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(seconds(20))
         except subprocess.TimeoutExpired:
             process.kill()
         for child in children:

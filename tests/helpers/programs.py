@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.waits import seconds
 
 REPO = Path(__file__).parents[2]
 _RANK_LIMIT = "TESTS_RANK_LIMIT_S"
@@ -58,7 +59,7 @@ def _kill_tree(program: "subprocess.Popen[bytes]") -> None:
     for process in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(descendants, timeout=10)
+    psutil.wait_procs(descendants, timeout=seconds(10))
 
 
 def limited_rank() -> None:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ import msgspec
 import psutil
 from helpers.fake_engine import Client
 from helpers.ports import port_for_a_server
+from helpers.waits import seconds, wait_until
 from websockets.sync.client import connect
 
 KEY = "a-key-for-tests"
@@ -57,15 +57,15 @@ class Served:
         return self._log.read_text()
 
     def wait_until_healthy(self) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self.is_healthy():
+        def is_up() -> bool:
             assert self.process.poll() is None, self._log.read_text()[-3000:]
-            assert time.monotonic() < deadline_s, self._log.read_text()[-3000:]
-            time.sleep(0.25)
+            return self.is_healthy()
+
+        wait_until(is_up, START_TIMEOUT_S, lambda: self._log.read_text()[-3000:], every_s=0.25)
 
     def is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=seconds(5)) as answer:
                 return answer.status == 200
         except OSError:
             return False
@@ -76,7 +76,7 @@ class Served:
 
     def running_requests(self) -> float:
         """What stock vLLM's own metrics say."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=seconds(10)) as answer:
             found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
         assert found is not None
         return float(found[1])
@@ -85,7 +85,7 @@ class Served:
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(seconds(20))
         except subprocess.TimeoutExpired:
             self.process.kill()
         for child in children:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.engine_client import running_engine
+from helpers.waits import seconds
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -52,7 +53,7 @@ def test_states_cross_from_one_engine_to_the_other(tiny_language_model: Path, nu
         finally:
             encoder.shutdown()
 
-    asyncio.run(asyncio.wait_for(scenario(), 180))
+    asyncio.run(asyncio.wait_for(scenario(), seconds(180)))
 
 
 def test_names_and_mask() -> None:

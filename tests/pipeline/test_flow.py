@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from helpers.waits import pause_task, seconds
 
 from vllm_omni.pipeline.flow import Emit, run_flow
 
@@ -20,7 +21,7 @@ async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
 
     async def read() -> None:
         async for event in flow:
-            await asyncio.sleep(0.01)
+            await pause_task(0.01)
             seen.append(event)
 
     with pytest.raises(ValueError, match=message):
@@ -45,7 +46,7 @@ def test_events_arrive_in_order_and_steps_run_together() -> None:
 
         return await read_all(run_flow([first, second], max_pending=2))
 
-    events = asyncio.run(asyncio.wait_for(scenario(), 10))
+    events = asyncio.run(asyncio.wait_for(scenario(), seconds(10)))
     for kind in ("made", "taken"):
         assert [number for what, number in events if what == kind] == list(range(20))
 
@@ -69,7 +70,7 @@ def test_a_slow_reader_holds_the_steps_back() -> None:
             assert emitted <= read + 3 + 1
         assert read == 50
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), seconds(10)))
 
 
 def test_a_failing_step_ends_the_flow_after_what_was_emitted() -> None:
@@ -79,7 +80,7 @@ def test_a_failing_step_ends_the_flow_after_what_was_emitted() -> None:
     async def scenario() -> list[Any]:
         async def fails(emit: Emit) -> None:
             await emit("before")
-            await asyncio.sleep(0.01)
+            await pause_task(0.01)
             raise ValueError("the first")
 
         async def waits(emit: Emit) -> None:
@@ -90,7 +91,7 @@ def test_a_failing_step_ends_the_flow_after_what_was_emitted() -> None:
 
         return await read_until(run_flow([waits, fails]), "the first")
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == ["before"]
+    assert asyncio.run(asyncio.wait_for(scenario(), seconds(10))) == ["before"]
     assert cleaned == ["waits"]
 
 
@@ -104,7 +105,7 @@ def test_a_step_that_fails_while_the_queue_is_full() -> None:
 
         return await read_until(run_flow([fails], max_pending=1), "full")
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [1]
+    assert asyncio.run(asyncio.wait_for(scenario(), seconds(10))) == [1]
 
 
 def test_a_reader_that_leaves_cancels_every_step_and_waits_for_them() -> None:
@@ -116,7 +117,7 @@ def test_a_reader_that_leaves_cancels_every_step_and_waits_for_them() -> None:
                 while True:
                     await emit("more")
             finally:
-                await asyncio.sleep(0.01)
+                await pause_task(0.01)
                 cleaned.append("endless")
 
         flow = run_flow([endless], max_pending=1)
@@ -124,4 +125,4 @@ def test_a_reader_that_leaves_cancels_every_step_and_waits_for_them() -> None:
         await flow.aclose()  # type: ignore[attr-defined]
         assert cleaned == ["endless"]
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), seconds(10)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
+from helpers.waits import seconds
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot_exchange import Call, checkpoint_exchange
@@ -43,7 +44,7 @@ def test_chunks_made_while_it_is_written_are_not_in_it(
     may_write, write_bytes = threading.Event(), module.write_bytes
 
     def slow(*args: Any) -> None:
-        assert may_write.wait(20)
+        assert may_write.wait(seconds(20))
         write_bytes(*args)
 
     monkeypatch.setattr(module, "write_bytes", slow)

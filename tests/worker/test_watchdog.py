@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from helpers.waits import pause, seconds
 
 from vllm_omni.exit_codes import ENGINE_DIED
 
@@ -59,7 +60,7 @@ def ranks() -> Iterator[list[subprocess.Popen[str]]]:
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signal.Signals) -> None:
     """The stopped one too."""
-    time.sleep(0.6)
+    pause(0.6)
     start = time.monotonic()
     ranks[1].send_signal(how)
     codes = [process.wait(timeout=TIMEOUT_S + 5) for process in ranks]
@@ -70,14 +71,14 @@ def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signa
 @pytest.mark.nightly
 def test_nobody_ends_when_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
     """Longer than the timeout, as by Ctrl-Z; and a shutdown one after the other is no reason either."""
-    time.sleep(1)
+    pause(1)
     for process in ranks:
         process.send_signal(signal.SIGSTOP)
-    time.sleep(TIMEOUT_S + 1)
+    pause(TIMEOUT_S + 1)
     for process in ranks:
         process.send_signal(signal.SIGCONT)
-    time.sleep(TIMEOUT_S + 1)
+    pause(TIMEOUT_S + 1)
     assert [process.poll() for process in ranks] == [None] * RANKS
     for process in ranks:
         os.write(process.stdin.fileno(), b"\n")  # type: ignore[union-attr]
-    assert [process.wait(timeout=5) for process in ranks] == [0] * RANKS
+    assert [process.wait(timeout=seconds(5)) for process in ranks] == [0] * RANKS

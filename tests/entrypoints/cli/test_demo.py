@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from helpers.waits import pause, seconds
 from PIL import Image
 from rich.console import Console
 from websockets.sync.server import ServerConnection, serve
@@ -52,7 +53,7 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
                     left.append(" ".join(process.cmdline()))
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.1)
+        pause(0.1)
 
 
 # ---- the walk -------------------------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def test_a_demo_that_is_terminated_takes_its_server_along(tmp_path: Path) -> Non
     while not process.stdout.readline().startswith("started: "):
         assert process.poll() is None
     process.terminate()
-    assert process.wait(30) == 130
+    assert process.wait(seconds(30)) == 130
     process.stdout.close()
     assert running(lambda child: child.cwd() == str(tmp_path)) == []
 
@@ -342,7 +343,7 @@ def test_the_demo_walks_through_the_trained_world(tmp_path: Path, village: Path)
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=seconds(600),
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

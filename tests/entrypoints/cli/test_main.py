@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.waits import seconds
 
 from vllm_omni.entrypoints.cli import serve
 from vllm_omni.entrypoints.cli.main import main
@@ -29,7 +30,9 @@ def test_help_loads_neither_torch_nor_vllm(argv: list[str]) -> None:
         f"try: main({argv!r})\nexcept SystemExit as end: code = end.code\n"
         "print(json.dumps([code or 0, sorted({'torch', 'vllm', 'transformers', 'av'} & set(sys.modules))]))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(300), check=True
+    )
     assert json.loads(result.stdout.splitlines()[-1]) == [0, []]
 
 

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 from helpers.ports import port_for_a_server
+from helpers.waits import seconds, wait_until
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.cli import demo, serve
@@ -38,16 +38,17 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 600
-        while not demo.answers(f"http://127.0.0.1:{port}/health"):
+
+        def is_up() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.25)
+            return demo.answers(f"http://127.0.0.1:{port}/health")
+
+        wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
         with connect(f"ws://127.0.0.1:{port}{demo.DOOR}", compression=None) as door:
-            hello = msgspec.msgpack.decode(door.recv(timeout=30))
+            hello = msgspec.msgpack.decode(door.recv(timeout=seconds(30)))
         assert (hello["first_chunk_frames"], hello["chunk_frames"]) == (9, 12)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(seconds(30)) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

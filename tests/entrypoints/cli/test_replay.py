@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import lora_files
 from helpers.scheduling import new_request, run_to_end
+from helpers.waits import seconds
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.entrypoints.cli.main import main
@@ -66,7 +67,7 @@ def record(path: Path, runner: Any, family: str, model: Path) -> Path:
 def replay(*arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "replay", *map(str, arguments)]
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environ)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(300), check=False, env=environ)
 
 
 def lines(result: subprocess.CompletedProcess[str]) -> list[str]:

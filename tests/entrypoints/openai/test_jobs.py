@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.instant_engine import InstantEngine, Results
+from helpers.waits import pause_task, seconds, until
 
 from vllm_omni.actions import CAMERA_SPACE
 from vllm_omni.entrypoints.media import decode_mp4
@@ -48,7 +49,7 @@ def run(
         bounds = MediaLimits(media_dir=str(tmp_path), **limits)
         with ThreadPoolExecutor(2) as executor:
             jobs = VideoJobs(engine, served(world), MediaStore(bounds), bounds, executor)
-            await asyncio.wait_for(work(jobs), 30)
+            await asyncio.wait_for(work(jobs), seconds(30))
 
     asyncio.run(main())
 
@@ -60,12 +61,14 @@ async def submit(jobs: VideoJobs, world: bool = True, image: bool = False, **fie
 
 
 async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:
-    while True:
+    def ended() -> JobRecord | None:
         record = jobs.store.read(job_id)
         assert record is not None
-        if record.is_terminal:
-            return record
-        await asyncio.sleep(0.01)
+        return record if record.is_terminal else None
+
+    record = await until(ended)
+    assert record is not None
+    return record
 
 
 def test_a_world_is_asked_chunk_after_chunk_in_one_session(tmp_path: Path) -> None:
@@ -171,14 +174,12 @@ def test_ending_a_job_cancels_its_request(tmp_path: Path, ending: Any, from_else
     async def work(jobs: VideoJobs) -> None:
         engine.release = asyncio.Event()
         record = await submit(jobs, num_frames=9)
-        while not engine.requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.requests)
         if from_elsewhere:
             jobs.store.ask_to_end(record.id, ending)
         else:
             await jobs.end(record.id, ending)
-        while not engine.closed:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.closed)
         assert engine.cancelled == 1
         if ending == "delete":
             assert jobs.store.read(record.id) is None
@@ -215,7 +216,8 @@ def test_jobs_are_bounded(tmp_path: Path) -> None:
         with pytest.raises(ApiError) as refused:
             await submit(jobs, num_frames=9)
         assert refused.value.status == 429 and refused.value.retry_after_s
-        await asyncio.sleep(0.05)
+        await until(lambda: len(engine.requests) == 2)
+        await pause_task(0.05)
         assert len(engine.requests) == 2
         engine.release.set()
         for record in records:
@@ -235,7 +237,7 @@ def test_progress_never_falls_and_ends_at_100_with_the_file(tmp_path: Path) -> N
         seen = []
         for steps in ((3, 10), (1, 10), (10, 10)):
             engine.steps = steps
-            await asyncio.sleep(0.6)
+            await pause_task(0.6)
             stored = jobs.store.read(record.id)
             assert stored is not None
             seen.append((stored.status, stored.progress))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from helpers import lora_files as files
 from helpers.live_clients import GenerateClient
-from helpers.openai_server import KEY, Served, serve, wait_until
+from helpers.openai_server import KEY, Served, serve
+from helpers.waits import seconds, wait_until
 from safetensors.torch import save_file
 from torch import zeros
 
@@ -48,7 +49,7 @@ def post(server: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=seconds(60)) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

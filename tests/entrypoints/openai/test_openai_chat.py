@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from helpers.openai_server import KEY, Served, serve, wait_until
+from helpers.openai_server import KEY, Served, serve
+from helpers.waits import wait_until
 from PIL import Image
 from safetensors.torch import load_file, save_file
 

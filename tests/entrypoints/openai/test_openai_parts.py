@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.instant_engine import InstantEngine
+from helpers.waits import seconds, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -301,8 +302,7 @@ def test_a_client_that_leaves_a_whole_answer_ends_it() -> None:
 
     async def receive() -> dict[str, Any]:
         if len(pieces) == 1:
-            while not engine.requests:
-                await asyncio.sleep(0.01)
+            await until(lambda: engine.requests)
         return pieces.pop(0)
 
     async def ask() -> None:
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_a_whole_answer_ends_it() -> None:
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
         with ThreadPoolExecutor(1) as executor:
             routes = ChatRoutes(engine, served, MediaLimits(), LIMITS, executor)
-            await asyncio.wait([asyncio.create_task(routes.completions(Request(scope, receive)))], timeout=20)
+            await asyncio.wait([asyncio.create_task(routes.completions(Request(scope, receive)))], timeout=seconds(20))
 
     engine = InstantEngine()
     served = ServedModel(("m",), Capabilities(tasks=("text_to_image",), reads=("image",)), 96, 64, 96 * 64, 4)

@@ -9,7 +9,6 @@ Its pytest fixtures do not work with pytest 9, so operations are drawn from here
 import contextlib
 import re
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +18,7 @@ import schemathesis
 import uvicorn
 from fastapi import FastAPI
 from helpers.instant_engine import InstantEngine
+from helpers.waits import seconds, wait_until
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -95,8 +95,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
         thread = threading.Thread(target=server.run)
         thread.start()
-        while not server.started:
-            time.sleep(0.01)
+        wait_until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         yield schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json", config=CONFIG)
         server.should_exit = True
@@ -115,7 +114,7 @@ def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: in
     )
     @given(case=api[path][method].as_strategy(generation_mode=mode))
     def call(case: Any) -> None:
-        statuses.append(case.call_and_validate(checks=CHECKS, timeout=60).status_code)
+        statuses.append(case.call_and_validate(checks=CHECKS, timeout=seconds(60)).status_code)
 
     statuses: list[int] = []
     call()

@@ -8,7 +8,6 @@ import re
 import socket
 import struct
 import threading
-import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from helpers.openai_server import HEIGHT, KEY, WIDTH, Served, wait_until
+from helpers.openai_server import HEIGHT, KEY, WIDTH, Served, seconds_until
+from helpers.waits import pause, seconds, wait_until
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4
@@ -286,7 +286,7 @@ def test_progress_rises_and_the_content_is_not_there_before_the_end(client: open
         client.videos.download_content(video.id)
     seen = [video]
     while seen[-1].status in ("queued", "in_progress"):
-        time.sleep(0.05)
+        pause(0.05)
         seen.append(client.videos.retrieve(video.id))
     assert seen[-1].status == "completed"
     progress = [poll.progress for poll in seen]
@@ -309,7 +309,7 @@ def test_ending_a_job_frees_the_engine_within_a_step(image_server: Served, how: 
         ended = client.post(f"/videos/{video.id}/cancel", cast_to=dict)
         assert ended["status"] == "failed" and ended["error"]["code"] == "cancelled"
     # One step of 0.2 s; /omni/ready asks the workers at most four times a second, between steps.
-    assert wait_until(lambda: image_server.ready()[1]["sessions"] == 0) < 1.5
+    assert seconds_until(lambda: image_server.ready()[1]["sessions"] == 0) < seconds(1.5)
     if how == "cancel":
         assert client.videos.retrieve(video.id).status == "failed"
         with pytest.raises(openai.UnprocessableEntityError):
@@ -328,7 +328,7 @@ def test_a_client_that_leaves_frees_the_engine(image_server: Served) -> None:
         raw.sendall(head.encode() + body)
         wait_until(lambda: image_server.ready()[1]["sessions"] == 1)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert wait_until(lambda: image_server.ready()[1]["sessions"] == 0) < 1.5
+    assert seconds_until(lambda: image_server.ready()[1]["sessions"] == 0) < seconds(1.5)
 
 
 def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(image_server: Served) -> None:
@@ -360,7 +360,7 @@ def test_more_pictures_than_sessions_wait_their_turn(image_server: Served) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(seconds(60))
     assert answers == [1] * 8
 
 

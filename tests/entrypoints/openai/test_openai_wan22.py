@@ -14,7 +14,8 @@ import av
 import numpy as np
 import openai
 import pytest
-from helpers.openai_server import Served, serve, wait_until
+from helpers.openai_server import Served, serve
+from helpers.waits import wait_until
 from PIL import Image
 
 from vllm_omni.model_executor.models.registry import get_family

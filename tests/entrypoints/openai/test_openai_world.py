@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/videos` of a world behind two API server processes: chunk after chunk in one session, polled from either."""
 
-import time
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from helpers.openai_server import Served, wait_until
+from helpers.openai_server import Served, seconds_until
+from helpers.waits import pause, seconds, wait_until
 
 from vllm_omni.entrypoints.media import decode_mp4
 
@@ -20,12 +20,13 @@ def make(client: openai.OpenAI, **fields: Any) -> Any:
 
 def poll(served: Served, video_id: str) -> Any:
     """Until it is over, with a new connection each time: both processes are asked."""
-    while True:
+
+    def ended() -> Any:
         with served.connect() as client:
             video = client.videos.retrieve(video_id)
-        if video.status not in ("queued", "in_progress"):
-            return video
-        time.sleep(0.05)
+        return None if video.status in ("queued", "in_progress") else video
+
+    return wait_until(ended, 120, every_s=0.05)
 
 
 def frames_of(served: Served, video_id: str) -> np.ndarray:
@@ -66,7 +67,7 @@ def test_any_process_ends_a_job(world_server: Served) -> None:
         wait_until(lambda: world_server.ready()[1]["sessions"] == 1)
         with world_server.connect() as client:
             assert client.videos.delete(video_id).deleted
-        assert wait_until(lambda: world_server.ready()[1]["sessions"] == 0) < 1.5
+        assert seconds_until(lambda: world_server.ready()[1]["sessions"] == 0) < seconds(1.5)
 
 
 def test_progress_counts_chunks_and_steps(world_server: Served) -> None:
@@ -74,7 +75,7 @@ def test_progress_counts_chunks_and_steps(world_server: Served) -> None:
     video = make(world_server.client, num_frames=45, extra_params={"step_ms": 60.0})
     seen = set()
     while video.status in ("queued", "in_progress"):
-        time.sleep(0.05)
+        pause(0.05)
         with world_server.connect() as client:
             video = client.videos.retrieve(video.id)
         seen.add(video.progress)
@@ -159,10 +160,10 @@ def test_a_realtime_session_is_counted_and_timed(world_server: Served) -> None:
             "extra_body": {"height": 96, "width": 160},
         }
         socket.send(msgpack.packb(message))
-        answers = [msgpack.unpackb(socket.recv(timeout=30)) for _ in range(2)]
+        answers = [msgpack.unpackb(socket.recv(timeout=seconds(30))) for _ in range(2)]
         assert all("video" in answer for answer in answers), answers
         socket.send(msgpack.packb({"endpoint": "close"}))
-        socket.recv(timeout=30)
+        socket.recv(timeout=seconds(30))
     label = '{endpoint="realtime/world/camera"'
     wait_until(lambda: world_server.metric(f"omni_rt_sessions{label}") == 0)
     assert world_server.metric(f"omni_rt_sessions_opened_total{label}") == opened + 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.waits import seconds, stay_until_killed
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4
@@ -98,7 +99,7 @@ def test_what_has_expired_goes(root: Path) -> None:
 def _run_a_job(root: str, made: Any) -> None:
     store = MediaStore(MediaLimits(media_dir=root))
     made.put(record(store, status="in_progress", progress=30).id)
-    time.sleep(60)
+    stay_until_killed()
 
 
 def test_a_job_whose_process_was_killed_has_failed(root: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_job_whose_process_was_killed_has_failed(root: Path) -> None:
     made: Any = context.Queue()
     process = context.Process(target=_run_a_job, args=(str(root), made))
     process.start()
-    job_id = made.get(timeout=60)
+    job_id = made.get(timeout=seconds(60))
     store = store_at(root)
     alive = store.read(job_id)
     assert alive is not None and alive.status == "in_progress"
@@ -219,7 +220,7 @@ def test_a_disk_that_fills_up_under_a_video_is_an_oserror(disk: Path, tmp_path: 
     writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None and writer.stdout.readline() == "fill\n"
     fill(disk)
-    said, _ = writer.communicate("go\n", timeout=60)
+    said, _ = writer.communicate("go\n", timeout=seconds(60))
     assert (writer.returncode, said.split()) == (0, [str(errno.ENOSPC), "0"])
     assert [path.name for path in disk.iterdir()] == ["filler"]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from helpers.fake_engine import Client
 from helpers.served import Served
+from helpers.waits import pause, seconds
 from websockets.exceptions import ConnectionClosed
 
 PING = b"\x89\x80\0\0\0\0"
@@ -42,7 +43,7 @@ def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) ->
 def neighbour(served: Served) -> Iterator[Felt]:
     """Ask for `/health` and ping over a quiet world-camera socket, again and again, while the block runs."""
     felt, stop = Felt(), threading.Event()
-    health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
 
     def ask() -> None:
         health.request("GET", "/health")
@@ -51,17 +52,17 @@ def neighbour(served: Served) -> Iterator[Felt]:
     with served.client() as quiet:
         threads = [
             threading.Thread(target=_timed, args=(work, into, stop), daemon=True)
-            for work, into in ((ask, felt.health_ms), (lambda: quiet.connection.ping().wait(60), felt.ping_ms))
+            for work, into in ((ask, felt.health_ms), (lambda: quiet.connection.ping().wait(seconds(60)), felt.ping_ms))
         ]
         for thread in threads:
             thread.start()
-        time.sleep(0.2)
+        pause(0.2)
         try:
             yield felt
         finally:
             stop.set()
             for thread in threads:
-                thread.join(60)
+                thread.join(seconds(60))
             health.close()
 
 

@@ -8,6 +8,7 @@ from urllib.error import HTTPError
 
 from helpers.fake_engine import LATER, infer
 from helpers.served import AUTHORIZED, HEIGHT, WIDTH, Served
+from helpers.waits import seconds
 
 
 def request(num_frames: int = LATER, **fields: Any) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def call(
     url = f"http://127.0.0.1:{server.port}{path}"
     sent = urllib.request.Request(url, body, headers or AUTHORIZED, method=method)
     try:
-        with urllib.request.urlopen(sent, timeout=60) as answer:
+        with urllib.request.urlopen(sent, timeout=seconds(60)) as answer:
             return answer.status, answer.read(), dict(answer.headers)
     except HTTPError as refused:
         return refused.code, refused.read(), dict(refused.headers)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.fake_engine import DoorServer, FakeEngine, infer, wait_until
+from helpers.fake_engine import DoorServer, FakeEngine, infer
 from helpers.live_clients import ExtendedClient, GenerateClient, VideoClient
+from helpers.waits import wait_until
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
 

@@ -14,6 +14,7 @@ import pytest
 from helpers import fake_engine
 from helpers.fake_engine import DoorServer, FakeEngine
 from helpers.live_clients import ExtendedClient
+from helpers.waits import seconds
 
 CHUNKS = 40
 
@@ -48,7 +49,7 @@ class CallCounter:
         def profile(note: Callable[..., None] | None) -> None:
             done = threading.Event()
             loop.call_soon_threadsafe(lambda: (sys.setprofile(note), done.set()))
-            assert done.wait(10)
+            assert done.wait(seconds(10))
 
         profile(self.note)
         try:

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers.fake_engine import FIRST, LATER, camera, wait_until
+from helpers.fake_engine import FIRST, LATER, camera
 from helpers.served import Served, family, mortal_servers
+from helpers.waits import seconds, wait_until
 from session_calls import request, signatures
 from test_death_served import MP, disk, gone_after
 from websockets.exceptions import ConnectionClosed
@@ -94,10 +95,11 @@ def rest_of(path: dict[str, Any], chunk: int) -> dict[str, Any]:
 def test_a_walk_goes_on_after_kill_9_and_a_restart(start: Start, kept: Path, kind: str) -> None:
     """Frames from the checkpoint on are those of a walk that was never cut; an idle session is there, too.
 
-    The client is told the chunk at which its world resumes, although it had seen later ones.
+    The client is told the chunk at which its world resumes, although it had seen later ones. A worker has a process of
+    its own only where that is killed: starting one takes seconds.
     """
-    path = camera(FIRST + (CHUNKS - 1) * LATER)
-    first = start(*MP)
+    path, processes = camera(FIRST + (CHUNKS - 1) * LATER), MP if kind == "Worker" else ()
+    first = start(*processes)
     idler, walker = first.client(), first.client()
     idler.send(request(FIRST, session_id="idle"))
     idler.frames()
@@ -111,11 +113,11 @@ def test_a_walk_goes_on_after_kill_9_and_a_restart(start: Start, kept: Path, kin
     killed_s = time.monotonic()
     victim_of(first, kind).kill()
     walk(walker, frames, killed_s + 10)
-    assert first.process.wait(20) == (KILLED if kind == "server" else ENGINE_DIED)
+    assert first.process.wait(seconds(20)) == (KILLED if kind == "server" else ENGINE_DIED)
     gone_after(others, killed_s, 5)
     saved = checkpoints(kept)["walk"]
 
-    second = start(*MP)
+    second = start(*processes)
     assert checkpoints(kept) == {"idle": 1, "walk": saved}  # a second crash would lose nothing either
     with second.client() as client:
         resumed = client.ask({"endpoint": "resume", "session_id": "walk", "last_chunk_id": len(frames) - 1})
@@ -156,7 +158,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(start: Start,
             beside = thread.submit(walk, silent, [], killed_s + 10)
             code, told_s = walk(client, frames, killed_s + 10)
             _, silent_told_s = beside.result()
-        status = server.process.wait(20)
+        status = server.process.wait(seconds(20))
         assert (status, code) == ((KILLED, "") if kind == "server" else (ENGINE_DIED, "engine_error"))
         gone_s = gone_after(others, killed_s, 5)
         (file,) = (path for path in kept.glob("*.session.safetensors") if owner_of(path) == name)

@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from helpers.fake_engine import FIRST, LATER, wait_until
+from helpers.fake_engine import FIRST, LATER
 from helpers.served import AUTHORIZED, SIZES, Served, family, kill_all, mortal_servers
+from helpers.waits import seconds, wait_until
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -98,7 +99,7 @@ def check_engine_death(server: Served, victim: psutil.Process, how: signal.Signa
     since_s = time.monotonic()
     victim.send_signal(how)
     told = watcher.wait(since_s, told_within_s + 10)
-    status = server.process.wait(20)
+    status = server.process.wait(seconds(20))
     exited_s = time.monotonic() - since_s
     print(how.name, {name: (round(s, 2), code, error) for name, (s, code, error) in told.items()}, status, exited_s)
     assert {code for _, code, _ in told.values()} == {1011}
@@ -247,4 +248,4 @@ def test_a_stop_that_was_asked_for_exits_with_0(start: Start) -> None:
     """Ctrl-C reaches the engine as well, at the same moment; that is no death."""
     server = start(*MP)
     os.killpg(server.process.pid, signal.SIGINT)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(seconds(30)) == 0

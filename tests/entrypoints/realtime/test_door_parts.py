@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.waits import pause_task, seconds
 from PIL import Image
 
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
@@ -182,10 +183,10 @@ def test_a_slow_reader_holds_the_producer_back() -> None:
 
         reader = asyncio.create_task(run.follow(deliver, object(), ReaderPace(0, 16.0)))
         for released in range(4):
-            await asyncio.sleep(0.01)
+            await pause_task(0.01)
             assert not held.done(), released
             gate.release()
-        await asyncio.wait_for(held, 1)
+        await asyncio.wait_for(held, seconds(1))
         reader.cancel()
 
     asyncio.run(scenario())

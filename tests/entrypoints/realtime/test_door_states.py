@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer
+from helpers.waits import wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine
-from test_session import ended, job, payloads, scenario, until
+from helpers.waits import pause_task, until
+from test_session import ended, job, payloads, scenario
 
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
@@ -23,7 +24,7 @@ class Keeper:
         manager.drain.save_to = self.save
 
     async def save(self, session: Session) -> None:
-        await asyncio.sleep(0.01)
+        await pause_task(0.01)
         if self._fails:
             raise DoorError("engine_error", "no room on the disk")
         self.saved.append((session.session_id, session.next_chunk))
@@ -129,7 +130,7 @@ def test_draining_lasts_until_the_last_client_is_told() -> None:
             try:
                 await run.follow(deliver, object(), manager.pace(None))
             except DoorError as error:
-                await asyncio.sleep(0.2)  # the message, then the close frame
+                await pause_task(0.2)  # the message, then the close frame
                 told.append(error.code)
 
         manager.spawn(answer())

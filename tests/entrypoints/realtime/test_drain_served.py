@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.fake_engine import FIRST, LATER, camera, close_code, wait_until
+from helpers.fake_engine import FIRST, LATER, camera, close_code
 from helpers.served import HEIGHT, MAX_SESSIONS, WIDTH, Served
+from helpers.waits import seconds, wait_until
 from session_calls import call, code_of, request, signatures
 from websockets.exceptions import InvalidStatus
 
@@ -67,7 +68,7 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_goes_on(
     assert (message["code"], message["next_chunk_index"]) == ("draining", len(frames))
     assert close_code(walker) == 1013
     assert 2 <= len(frames) <= 3  # the one that was delivered, and what was in the engine
-    assert first.process.wait(20) == 0
+    assert first.process.wait(seconds(20)) == 0
     headers = {file.name: read_header(file) for file in kept.glob("*.session.safetensors")}
     assert sorted(header.owner["session_id"] for header in headers.values() if header.owner) == ["idle", "walk"]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, camera
+from helpers.waits import seconds
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
@@ -38,7 +39,7 @@ def run(door: DoorServer, *arguments: object, script: str = "world_camera.py") -
         f"ws://127.0.0.1:{door.port}",
         *map(str, arguments),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
 
 
 def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
@@ -285,7 +286,7 @@ LIVE_SCRIPT = SCRIPT.with_name("realtime_video.py")
 
 def run_live(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(LIVE_SCRIPT), "--server", f"ws://127.0.0.1:{door.port}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from floods import BINARY_BEGIN, EMPTY_FRAGMENT, FRAGMENT, PING, flood, neighbour
 from helpers.fake_engine import FIRST, LATER, Client
 from helpers.served import AUTHORIZED, Served
+from helpers.waits import pause, seconds
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 
@@ -125,11 +126,11 @@ def test_messages_of_many_values_end_their_own_socket_only(served: Served, count
         threads = [threading.Thread(target=attack, daemon=True) for _ in range(8)]
         for thread in threads:
             thread.start()
-        time.sleep(0.5)
+        pause(0.5)
         felt_ms = sorted(chunk_ms(client) for _ in range(20))[10]
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(seconds(30))
         client.ask({"endpoint": "close", "session_id": "neighbour"})
     print(f"{count} values: a chunk takes {quiet_ms:.0f} ms, under attack {felt_ms:.0f} ms, {len(ends)} sockets closed")
     assert set(ends) == {(code, 1008)}
@@ -166,7 +167,7 @@ def snapshot(served: Served) -> Iterator[bytes]:
 
 def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served) -> None:
     """The table's length is enough: the client has its answer before it has sent any of it."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(5))
     with contextlib.closing(connection):
         connection.putrequest("POST", "/v1/sessions")
         for name, value in {**AUTHORIZED, "Content-Length": 96 << 20}.items():
@@ -239,14 +240,14 @@ def test_slow_bodies_end_and_block_nobody(served: Served, snapshot: bytes) -> No
 
     def drip(method: str, path: str) -> None:
         started_s = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
         connection.putrequest(method, path)
         for name, value in {**AUTHORIZED, "Content-Type": "application/json", "Content-Length": "1000"}.items():
             connection.putheader(name, value)
         connection.endheaders()
         answer = threading.Thread(target=lambda: ends.append((path, connection.getresponse().status, 0.0)))
         answer.start()
-        while answer.is_alive() and time.monotonic() - started_s < 30:
+        while answer.is_alive() and time.monotonic() - started_s < seconds(30):
             with contextlib.suppress(OSError):
                 connection.sock.sendall(b"\0")
             answer.join(1)
@@ -257,7 +258,7 @@ def test_slow_bodies_end_and_block_nobody(served: Served, snapshot: bytes) -> No
     dripping = [threading.Thread(target=drip, args=("POST", path)) for path in paths]
     for thread in dripping:
         thread.start()
-    time.sleep(1)
+    pause(1)
     assert call(served, "GET", "/v1/sessions/origin/snapshot")[0] == 200
     status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
     assert (status, code_of(body)) == (503, "busy")  # a third upload of the same client

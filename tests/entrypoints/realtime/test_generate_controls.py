@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers.fake_engine import LATER, DoorServer, FakeEngine, wait_until
+from helpers.fake_engine import LATER, DoorServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png, webui_unpack
+from helpers.waits import pause, wait_until
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
@@ -248,11 +249,11 @@ def test_credit_is_what_may_be_made(extended: ExtendedClient, engine: FakeEngine
     """No credit, no chunk; each credit one."""
     extended.init(extensions=["credit"])
     extended.receive()
-    time.sleep(0.1)
+    pause(0.1)
     assert engine.chunks == []
     extended.send({"type": "credit", "chunks": 2})
     assert [extended.chunk().index, extended.chunk().index] == [0, 1]
-    time.sleep(0.1)
+    pause(0.1)
     assert len(engine.chunks) == 2
     extended.send({"type": "credit", "chunks": 1})
     assert extended.chunk().index == 2
@@ -275,7 +276,7 @@ def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngin
     result("pause")
     wait_until(lambda: not engine.running)
     made = len(engine.chunks)
-    time.sleep(0.15)
+    pause(0.15)
     assert len(engine.chunks) == made
     result("resume")
     wait_until(lambda: len(engine.chunks) > made)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, png
+from helpers.waits import seconds, wait_until
 
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
@@ -127,7 +128,7 @@ def test_a_full_server_waits_and_refuses(make_door: MakeDoor, engine: FakeEngine
         second.init()
         assert second.error() == "another realtime session is already active"
         assert second.close_code()[0] == 1008
-        assert 0.9 <= time.monotonic() - started_s < 2.0
+        assert 0.9 <= time.monotonic() - started_s < seconds(2.0)
         assert first.chunk().index == 1
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, webui_unpack
+from helpers.waits import seconds
 from PIL import Image
 
 from vllm_omni.entrypoints.realtime.chunk_source import Controls
@@ -176,5 +177,7 @@ def test_javascript_reads_our_messages(door: DoorServer) -> None:
         client.connection.recv()
         stats = client.connection.recv()
     assert isinstance(stats, bytes)
-    read = subprocess.run(["node", "-e", program, stats.hex()], capture_output=True, text=True, check=True, timeout=60)
+    read = subprocess.run(
+        ["node", "-e", program, stats.hex()], capture_output=True, text=True, check=True, timeout=seconds(60)
+    )
     assert json.loads(read.stdout) == webui_unpack(stats)

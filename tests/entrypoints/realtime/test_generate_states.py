@@ -3,8 +3,9 @@
 
 from typing import Any
 
-from helpers.fake_engine import DoorServer, FakeEngine, first_frame_of, wait_until
+from helpers.fake_engine import DoorServer, FakeEngine, first_frame_of
 from helpers.live_clients import ExtendedClient
+from helpers.waits import wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

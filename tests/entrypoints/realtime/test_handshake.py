@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer
+from helpers.waits import wait_until
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -139,4 +140,4 @@ def test_abrupt_ends_leave_nothing_behind(make_door: MakeDoor, engine: FakeEngin
     wait_until(lambda: not engine.running and not door.server.server_state.connections)
     wait_until(lambda: not engine.worlds and not len(door.manager))
     wait_until(lambda: len(door.manager._tasks) == 1)  # the sweeper
-    assert engine._live == {}
+    assert engine.live == {}

@@ -21,8 +21,9 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, infer, numbers, wait_until
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, infer, numbers
 from helpers.live_clients import ExtendedClient, GenerateClient, VideoClient, png
+from helpers.waits import exactly, pause, seconds, wait_until
 from test_video_door import START
 from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -80,7 +81,7 @@ class Deaf:
             self._flush()
             if self.protocol.close_rcvd is not None:
                 break
-            time.sleep(0.01)
+            exactly(0.01)
         received = self.protocol.close_rcvd
         return time.monotonic() - started_s, None if received is None else received.code, list(messages)
 
@@ -121,7 +122,7 @@ def cadence(door: DoorServer, engine: FakeEngine) -> Iterator[list[float]]:
         reader.start()
         yield arrivals
         client.connection.close()
-    reader.join(5)
+    reader.join(seconds(5))
 
 
 def steady(arrivals: list[float]) -> bool:
@@ -150,7 +151,7 @@ def test_leaving_aborts_the_running_chunk_at_once(
     else:
         threading.Thread(target=client.connection.close, daemon=True).start()
     wait_until(lambda: engine.running == 0, 2.0)
-    assert time.monotonic() - started_s < 0.5
+    assert time.monotonic() - started_s < seconds(0.5)
     assert len(engine.aborted) == 1
     wait_until(lambda: not len(door.manager) and not engine.worlds)
 
@@ -228,7 +229,7 @@ def test_a_slow_reader_slows_only_itself(make_door: MakeDoor, engine: FakeEngine
         while time.monotonic() < deadline_s:
             read += len(slow.socket.recv(20_000))
             most_held = max(most_held, door.manager.held_bytes)
-            time.sleep(0.01)
+            exactly(0.01)
         assert len(door.manager) == 2
         assert most_held <= 4 * chunk_bytes
         assert 5e5 < read < 0.5 * 20 * chunk_bytes * for_s  # of the 20 chunks a second that the engine could make
@@ -243,10 +244,10 @@ def test_a_reader_that_trickles_is_cut_off(make_door: MakeDoor, engine: FakeEngi
     slow = Deaf(door.port, PATHS[0], big_init())
     started_s = time.monotonic()
     wait_until(lambda: len(door.manager) == 1)
-    while len(door.manager) and time.monotonic() - started_s < 10:
+    while len(door.manager) and time.monotonic() - started_s < seconds(10):
         with contextlib.suppress(OSError):
             slow.socket.recv(64)
-        time.sleep(0.05)
+        exactly(0.05)
     assert time.monotonic() - started_s < DEADLINE_S + 3
     slow.socket.close()
 
@@ -265,7 +266,7 @@ def test_a_frozen_client_is_cut_off(make_door: MakeDoor, engine: FakeEngine) -> 
         with cadence(door, engine) as arrivals:
             wait_until(lambda: len(door.manager) == 2)
             wait_until(lambda: len([call for call in engine.chunks if call.params.width == 416]) == 1)
-            time.sleep(0.5)
+            pause(0.5)
             os.kill(frozen.pid, signal.SIGSTOP)
             stopped_s = time.monotonic()
             wait_until(lambda: len(door.manager) == 1, 12.0)
@@ -343,7 +344,7 @@ def test_capacity_is_refused_a_hundred_times_and_comes_back(make_door: MakeDoor,
             message = late.receive()
             assert (message["type"], message["code"], message["retryable"]) == ("error", "capacity", True)
             assert late.close_code()[0] == 1013
-            assert time.monotonic() - started_s < 1.0
+            assert time.monotonic() - started_s < seconds(1.0)
     residents[0].connection.close()
     wait_until(lambda: len(door.manager) == 1)
     with ExtendedClient(door.port) as late:
@@ -357,9 +358,9 @@ def test_bytes_held_for_readers_are_bounded(make_door: MakeDoor, engine: FakeEng
     door = make_door(facts=BIG, max_held_bytes=1_000_000, send_deadline_s=60, slot_wait_s=0.1)
     deaf = [Deaf(door.port, PATHS[0], big_init()) for _ in range(2)]
     wait_until(lambda: door.manager.held_bytes > 1_000_000)
-    time.sleep(0.3)
+    pause(0.3)
     made = len(engine.chunks)
-    time.sleep(0.3)
+    pause(0.3)
     assert len(engine.chunks) == made
     assert door.manager.held_bytes < 2 * 3 * 3.7e6
     with ExtendedClient(door.port) as late:
@@ -393,7 +394,7 @@ def test_a_flood_of_controls_is_taken_together_then_cut(make_door: MakeDoor, eng
                 for number in range(20_000):
                     flood.state(["w"] if number % 2 else [], event_id=number)
             assert flood.close_code()[0] in (1008, 1006)  # the close frame may drown in what it had still to read
-        time.sleep(0.3)
+        pause(0.3)
     assert steady(arrivals)
     wait_until(lambda: not len(door.manager))
 
@@ -416,12 +417,12 @@ def test_abrupt_ends_leave_nothing_behind(make_door: MakeDoor, engine: FakeEngin
         if number % 4 == 2:
             wait_until(lambda: engine.running)
         if number % 4 == 3:
-            client.connection.recv(timeout=10)
+            client.connection.recv(timeout=seconds(10))
         vanish(client)
     wait_until(lambda: not engine.running and not door.server.server_state.connections)
     wait_until(lambda: not engine.worlds and not len(door.manager))
     wait_until(lambda: len(door.manager._tasks) == 1)  # the sweeper
-    assert (engine._live, door.manager.held_bytes, door.manager.gate.num_connections) == ({}, 0, 0)
+    assert (engine.live, door.manager.held_bytes, door.manager.gate.num_connections) == ({}, 0, 0)
 
 
 @pytest.mark.nightly

@@ -4,15 +4,15 @@
 import base64
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, LATER, wait_until
+from helpers.fake_engine import FIRST, LATER
 from helpers.live_clients import GenerateClient, VideoClient, png
 from helpers.served import AUTHORIZED, HEIGHT, MAX_SESSIONS, WIDTH, Served
+from helpers.waits import pause, wait_until
 from test_live_faults import vanish
 from websockets.exceptions import InvalidStatus
 
@@ -99,7 +99,7 @@ def test_fragments_of_a_real_stream_are_a_video(served: Served) -> None:
         client.send({**start, "extra_params": {"pace_to_media_time": True}})
         client.receive(60)
         client.receive(60)
-        time.sleep(0.1)
+        pause(0.1)
         client.send({"type": "session.stop"})
         done, _ = client.until("session.done")
         assert done["stopped"]

@@ -11,7 +11,7 @@ import sys
 import termios
 from pathlib import Path
 
-from helpers.fake_engine import wait_until
+from helpers.waits import wait_until
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PIPE_BYTES = 1 << 16

@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from helpers.fake_engine import FIRST, LATER, wait_until
+from helpers.fake_engine import FIRST, LATER
 from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, Collector
 from helpers.served import AUTHORIZED, HEIGHT, KEY, MAX_SESSIONS, WIDTH, Served
+from helpers.waits import seconds, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from session_calls import call, request
 from websockets.exceptions import InvalidStatus
@@ -57,7 +58,7 @@ def operated(null_world: Path, tmp_path_factory: pytest.TempPathFactory, collect
 
 
 def get(server: Served, path: str, **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=seconds(20))
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     answer.read()
@@ -188,7 +189,7 @@ def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated:
         error = client.ask(request(LATER, session_id="small"))
         assert (error["code"], error["quota"]) == ("quota_exceeded", "chunks")
         assert 0 < error["retry_after_ms"] <= 20_000  # three a minute
-        connection = http.client.HTTPConnection("127.0.0.1", operated.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", operated.port, timeout=seconds(20))
         body = json.dumps({"prompt": "a path"})
         connection.request("POST", "/v1/images/generations", body, {**SMALL, "Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -268,7 +269,7 @@ def test_rules_and_dashboard_name_what_the_server_exports(operated: Served) -> N
 
 
 def metrics(server: Served) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=seconds(20))
     connection.request("GET", "/metrics")
     return connection.getresponse().read().decode()
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import openai
 import pytest
-from helpers.fake_engine import Client, infer, wait_until
+from helpers.fake_engine import Client, infer
 from helpers.ports import port_for_a_server
 from helpers.served import AUTHORIZED, HEIGHT, KEY, WIDTH, Served
+from helpers.waits import seconds, wait_until
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.media import decode_mp4
@@ -40,12 +41,12 @@ def routed_port(served: Served) -> Iterator[int]:
         yield port
     finally:
         router.terminate()
-        router.wait(10)
+        router.wait(seconds(10))
 
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=seconds(5)) as answer:
             return answer.status == 200
     except OSError:
         return False

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine
+from helpers.waits import until
 
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
@@ -61,7 +62,7 @@ def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_pat
             await chunk(world, 2, prompt="refused")
         engine.delay_s = 10.0
         cancelled = asyncio.create_task(chunk(world, 2))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.running)
         cancelled.cancel()
         await asyncio.wait([cancelled])
         engine.delay_s = 0.0

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from helpers.fake_engine import LATER, Client, close_code, infer, wait_until
+from helpers.fake_engine import LATER, Client, close_code, infer
 from helpers.ports import port_for_a_server
 from helpers.served import AUTHORIZED, MAX_SESSIONS, Served
+from helpers.waits import pause, seconds, wait_until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -55,7 +56,7 @@ def kill_engine(server: Served, name: str = "EngineCore") -> None:
 def ready(port: int) -> dict[str, Any]:
     """What `/omni/ready` says, with any status."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/omni/ready", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/omni/ready", timeout=seconds(10)) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as refusal:
         return json.load(refusal)
@@ -87,7 +88,7 @@ class Routed:
         for server in self.servers:
             server.stop()
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(seconds(10))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_two_servers_hold_twice_as_many_sessions(routed: Routed) -> None:
     assert hold_sessions(routed.servers[0].client, 9) == MAX_SESSIONS
 
     def roomy() -> Client:
-        time.sleep(0.8)  # the servers' answers to the router are up to 0.25 s old, the router's own 0.2 s
+        pause(0.8)  # the servers' answers to the router are up to 0.25 s old, the router's own 0.2 s
         return routed.client()
 
     assert hold_sessions(roomy, 9) == 2 * MAX_SESSIONS
@@ -144,7 +145,7 @@ def test_a_killed_rank_loses_its_own_sessions_and_says_so(routed: Routed) -> Non
         killed_s = time.monotonic()
         assert lost.receive(30)["code"] == "engine_error"
         assert close_code(lost) in (1011, 1012)
-        assert time.monotonic() - killed_s < 5
+        assert time.monotonic() - killed_s < seconds(5)
         assert np.array_equal(pixels(kept, request(LATER, session_id="b", image=None)), second)
     wait_until(lambda: [rank["up"] for rank in ready(routed.port)["ranks"]] == [False, True], 10)
     assert ready(routed.port)["max_sessions"] == MAX_SESSIONS
@@ -165,11 +166,10 @@ def test_data_parallel_ranks_of_one_server(null_world: Path, tmp_path: Path) -> 
         with server.client() as one, server.client() as other:
             pictures = [pixels(client, request(session_id=name)) for client, name in ((one, "a"), (other, "b"))]
             assert np.array_equal(*pictures)
-            time.sleep(0.5)
-            assert [rank["sessions"] for rank in ready(server.port)["ranks"]] == [1, 1]
+            wait_until(lambda: [rank["sessions"] for rank in ready(server.port)["ranks"]] == [1, 1])
             for client, name in ((one, "a"), (other, "b")):
                 client.send(request(LATER, SLOW, session_id=name, image=None))
-            time.sleep(0.5)
+            pause(0.5)
             kill_engine(server, "EngineCore_DP0")
             killed_s = time.monotonic()
             for client in (one, other):
@@ -177,6 +177,6 @@ def test_data_parallel_ranks_of_one_server(null_world: Path, tmp_path: Path) -> 
                 assert (error["type"], error["code"]) == ("error", "engine_error")
                 with pytest.raises(ConnectionClosed):
                     client.receive()
-            assert time.monotonic() - killed_s < 10
+            assert time.monotonic() - killed_s < seconds(10)
     finally:
         server.stop()

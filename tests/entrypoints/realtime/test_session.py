@@ -3,14 +3,13 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine, camera
+from helpers.waits import pause_task, seconds, until
 
 from vllm_omni.entrypoints.realtime.camera import CameraPath
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, LiveChunks, PlannedChunks
@@ -37,7 +36,7 @@ def job(
 
     def render(chunk: FinishedChunk) -> list[bytes]:
         if render_after is not None:
-            assert render_after.wait(10)
+            assert render_after.wait(seconds(10))
         return [str(chunk.chunk_index).encode()]
 
     load_image = (lambda height, width: np.zeros((height, width, 3), np.uint8)) if image else None
@@ -48,13 +47,6 @@ def job(
         start=WorldStart(load_image=load_image, restart=restart),
         replies=ReplyOptions(render=render, fps=fps),
     )
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not reached in time"
-        await asyncio.sleep(0.002)
 
 
 async def ended(run: Run) -> DoorError | None:
@@ -94,7 +86,7 @@ def test_what_the_engine_had_answered_is_kept_when_a_request_is_cut_off() -> Non
         rendering = threading.Event()
         run = session.submit(job(FIRST + 3 * LATER, "r", image=True, render_after=rendering))
         await until(lambda: engine.running == 1 and engine.chunks[-1].params.chunk_index == 2)
-        await asyncio.sleep(0.05)  # for the answer to chunk 1 to pass through this loop
+        await pause_task(0.05)  # for the answer to chunk 1 to pass through this loop
         session.cancel()
         rendering.set()
         error = await ended(run)

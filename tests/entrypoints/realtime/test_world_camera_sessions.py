@@ -4,7 +4,8 @@
 from collections.abc import Callable
 
 import numpy as np
-from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, numbers, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, numbers
+from helpers.waits import wait_until
 
 MakeDoor = Callable[..., DoorServer]
 
@@ -122,7 +123,7 @@ def test_capacity_is_said_at_once_and_comes_back(make_door: MakeDoor, engine: Fa
             assert close_code(third) == 1013
         first.connection.close()
         with door.client() as third:
-            wait_until(lambda: not any(len(s.connections) == 0 and s.is_busy for s in door.manager._sessions.values()))
+            wait_until(lambda: not any(len(s.connections) == 0 and s.is_busy for s in door.manager.sessions()))
             third.send(infer())
             third.frames()
     wait_until(lambda: len(engine.worlds) == 2)
@@ -137,7 +138,7 @@ def test_a_new_world_waits_for_the_room_of_an_old_one(make_door: MakeDoor, engin
         client.frames()
         client.send(infer(restart=True))
         client.frames()
-    wait_until(lambda: not any(session.connections for session in door.manager._sessions.values()))
+    wait_until(lambda: not any(session.connections for session in door.manager.sessions()))
     with door.client() as client:
         client.send(infer())
         client.frames()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine
-from test_session import ended, job, scenario, until
+from helpers.waits import pause_task, seconds, until
+from test_session import ended, job, scenario
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.owner_lock import Spool
@@ -79,7 +80,7 @@ def test_a_session_is_saved_when_it_has_moved_and_its_file_goes_with_its_world(t
         await walk(session, 0)
         file = kept.checkpoint(session.key)
         await until(file.exists)
-        await asyncio.sleep(4 * PERIOD_S)
+        await pause_task(4 * PERIOD_S)
         assert writer.saved == [("s", 1)]
         await walk(session, 1)
         await until(lambda: file.read_text() == "2")
@@ -96,10 +97,10 @@ def test_a_world_that_ends_while_it_is_written_leaves_no_file(tmp_path: Path) ->
     ) -> None:
         writer.delay_s = 0.1
         await walk(session, 0)
-        await asyncio.sleep(2 * PERIOD_S)
+        await pause_task(2 * PERIOD_S)
         await session.reset()
         await until(lambda: writer.saved)
-        await asyncio.sleep(PERIOD_S)
+        await pause_task(PERIOD_S)
         assert not [path for path in kept.folder.iterdir() if path.suffix in (".partial", ".safetensors")]
 
     checkpointed(tmp_path, test)
@@ -131,7 +132,7 @@ def test_a_full_disk_costs_the_checkpoint_alone(tmp_path: Path, caplog: pytest.L
         await until(file.exists)
         writer.fails = DoorError("storage_full", "there is no room")
         await walk(session, 1)
-        await asyncio.sleep(6 * PERIOD_S)
+        await pause_task(6 * PERIOD_S)
         assert file.read_text() == "1"
         writer.fails = None
         await until(lambda: file.read_text() == "2")
@@ -151,7 +152,7 @@ def test_checkpoints_take_no_more_than_their_share(tmp_path: Path) -> None:
         began_s = time.monotonic()
         for number in range(8):
             await walk(session, number)
-            await asyncio.sleep(PERIOD_S)
+            await pause_task(PERIOD_S)
         lasted_s = time.monotonic() - began_s
         assert 1 <= len(writer.saved) <= 1 + lasted_s / (0.01 / 0.02)
 
@@ -171,7 +172,7 @@ def test_a_drain_does_not_wait_for_checkpoints_and_ends_them(tmp_path: Path) -> 
         writer.save = save  # type: ignore[attr-defined]
         await walk(session, 0)
         await until(kept.checkpoint(session.key).exists)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(seconds(5)):
             await manager.drain.run(manager)
         assert kept.drained(session.key).read_text() == "for good"
         assert not kept.checkpoint(session.key).exists()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fastapi import FastAPI
+from helpers.waits import pause_task, seconds
 from starlette.datastructures import State
 from starlette.testclient import TestClient
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -121,13 +122,13 @@ async def post_and_leave(app: FastAPI, path: str, body: dict[str, Any]) -> int:
     async def receive() -> dict[str, Any]:
         if (message := next(messages, None)) is not None:
             return message
-        await asyncio.sleep(0.05)  # the handler is at work by then
+        await pause_task(0.05)  # the handler is at work by then
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             statuses.append(message["status"])
 
-    await asyncio.wait_for(app(scope, receive, send), 10)
+    await asyncio.wait_for(app(scope, receive, send), seconds(10))
     [status] = statuses
     return status

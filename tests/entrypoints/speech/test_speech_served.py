@@ -17,8 +17,9 @@ import httpx
 import openai
 import psutil
 import pytest
-from helpers.openai_server import KEY, Served, serve, wait_until
+from helpers.openai_server import KEY, Served, serve
 from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
+from helpers.waits import seconds, wait_until
 
 pytestmark = pytest.mark.nightly
 
@@ -138,7 +139,10 @@ def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
 def test_speech_as_events(speech_server: Served) -> None:
     body = {"model": "null", "voice": "Ethan", "input": "Rain.", "stream_format": "sse"}
     answer = httpx.post(
-        f"{speech_server.url}/v1/audio/speech", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+        f"{speech_server.url}/v1/audio/speech",
+        json=body,
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=seconds(60),
     )
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
     assert [event["type"] for event in events] == ["speech.audio.delta"] * (len(events) - 1) + ["speech.audio.done"]
@@ -163,7 +167,7 @@ def test_a_spoken_reply_is_traced_and_named(speech_server: Served, collector: Co
     """Every stage is a span of the reply's, which is one of the caller's trace; answer and lines carry the id."""
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
     own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}
-    answer = httpx.post(f"{speech_server.url}/v1/chat/completions", json=body, headers=own, timeout=60)
+    answer = httpx.post(f"{speech_server.url}/v1/chat/completions", json=body, headers=own, timeout=seconds(60))
     assert (answer.status_code, answer.headers.get_list("x-request-id")) == (200, ["spoken-1"])
     wait_until(lambda: any(span.name == "speech" for span in collector.spans(TRACE_ID)))
     spans = collector.spans(TRACE_ID)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helpers.waits import exactly, seconds, wait_until
 from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = next(
@@ -53,7 +54,7 @@ class Page:
         number = next(self._ids)
         self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            message = json.loads(self._connection.recv(timeout=30))
+            message = json.loads(self._connection.recv(timeout=seconds(30)))
             if message.get("id") == number:
                 if "error" in message:
                     raise PageError(f"{method}: {message['error']['message']}")
@@ -103,14 +104,14 @@ class Page:
 
     def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
         """Return the expression's value once it is true. Fails with the page's errors."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + seconds(timeout_s)
         while True:
             with contextlib.suppress(PageError):  # for instance in between two pages
                 if value := self.run(expression):
                     return value
             if time.monotonic() > deadline_s:
                 raise PageError(f"not within {timeout_s:g} s: {expression}; errors of the page: {self.errors}")
-            time.sleep(0.05)
+            exactly(0.05)
 
     # -- what a person does ------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Page:
 
     def press(self, key: str, hold_s: float = 0.0) -> None:
         self.key("keyDown", key)
-        time.sleep(hold_s)
+        exactly(hold_s)
         self.key("keyUp", key)
 
     def write(self, text: str) -> None:
@@ -226,11 +227,15 @@ class Browser:
         """Call a DevTools method of the browser itself."""
         with self._connect(self._browser_path()) as connection:
             connection.send(json.dumps({"id": 1, "method": method, "params": params}))
-            while (message := json.loads(connection.recv(timeout=30))).get("id") != 1:
+            while (message := json.loads(connection.recv(timeout=seconds(30)))).get("id") != 1:
                 pass
         assert "error" not in message, f"{method}: {message['error']}"
         result: dict[str, Any] = message["result"]
         return result
+
+    def videos(self) -> set[Path]:
+        """Downloaded so far. Chromium first makes an empty file of the name, and at the end renames another to it."""
+        return {file for file in self.downloads.iterdir() if file.suffix == ".mp4" and file.stat().st_size}
 
     def _browser_path(self) -> str:
         return (self.downloads.parent / "DevToolsActivePort").read_text().split()[1]
@@ -242,7 +247,7 @@ class Browser:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(10)
+            self._popen.wait(seconds(10))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
@@ -268,8 +273,6 @@ def running_browser(folder: Path) -> Iterator[Browser]:
 
 
 def _wait(ready: Callable[[], bool], popen: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline_s = time.monotonic() + 60
-    while not ready():
-        if popen.poll() is not None or time.monotonic() > deadline_s:
-            raise PageError(f"Chromium did not start: {log.read_text(errors='replace')[-800:]}")
-        time.sleep(0.05)
+    wait_until(lambda: popen.poll() is not None or ready(), 60, lambda: log.read_text(errors="replace")[-800:])
+    if popen.poll() is not None:
+        raise PageError(f"Chromium did not start: {log.read_text(errors='replace')[-800:]}")

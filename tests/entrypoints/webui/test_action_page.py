@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from browser import Browser, Page
-from helpers.fake_engine import FIRST, FakeEngine, wait_until
+from helpers.fake_engine import FIRST, FakeEngine
+from helpers.waits import seconds, wait_until
 from page_server import MakeServer, PageServer
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
@@ -214,4 +215,4 @@ def test_a_lost_world_without_pictures_is_started_over(
         page.click("#notices button")
         wait_until(lambda: [call.params.chunk_index for call in engine.chunks].count(0) == 2)
         page.wait_for("document.body.dataset.world === 'good'")
-        assert time.monotonic() - started_s < 30 and FIRST == 9
+        assert time.monotonic() - started_s < seconds(30) and FIRST == 9

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 from browser import Browser, Page
-from helpers.fake_engine import wait_until
 from helpers.served import AUTHORIZED, KEY, SIZES, Served
 from helpers.snapshot_steps import PLAY
+from helpers.waits import seconds, wait_until
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame
@@ -107,7 +107,7 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
     (path,) = recordings.glob("*.recording")
     command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "replay", str(path)]
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environ)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds(300), check=False, env=environ)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "identical" in result.stdout.splitlines()[-1]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.fake_engine import Client, infer
+from helpers.waits import seconds
 from page_server import MakeServer, PageServer
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -27,7 +28,7 @@ def guarded(make_server: MakeServer) -> PageServer:
 def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=seconds(10)) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
@@ -178,5 +179,5 @@ def test_other_doors_open_with_tickets_too(guarded: PageServer) -> None:
     url = f"ws://127.0.0.1:{guarded.port}/omni/ws/realtime_video/generate"
     with connect(url, compression=None, subprotocols=[f"ticket.{ticket(guarded)}"]) as socket:  # type: ignore[list-item]
         socket.send(b"not msgpack")
-        assert b"invalid" in socket.recv(timeout=10)
+        assert b"invalid" in socket.recv(timeout=seconds(10))
     assert refusal(guarded, "/omni/ws/work", shown=ticket(guarded)) in (403, 404)

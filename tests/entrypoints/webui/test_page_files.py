@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from helpers.waits import seconds
 from page_server import PageServer
 
 from vllm_omni.entrypoints.webui import pages
@@ -24,7 +25,7 @@ REFERENCE = re.compile(r"""(?:\b(?:src|href)="|\bfrom "|\bfile: ")([^"#]+)""")
 def get(server: PageServer, name: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     request = urllib.request.Request(server.url + name, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=seconds(10)) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read()
@@ -54,7 +55,7 @@ def test_nothing_else_is_served(server: PageServer, name: str) -> None:
 
 
 def test_the_address_without_a_slash_leads_to_the_page(server: PageServer) -> None:
-    with urllib.request.urlopen(server.url.rstrip("/"), timeout=10) as answer:
+    with urllib.request.urlopen(server.url.rstrip("/"), timeout=seconds(10)) as answer:
         assert answer.url == server.url
         assert b"<!doctype html>" in answer.read()
 

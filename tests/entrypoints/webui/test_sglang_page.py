@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 from browser import Browser, Page
 from helpers.ports import port_for_a_server
+from helpers.waits import pause, seconds
 from page_server import MakeServer
 
 from vllm_omni.entrypoints.cli import demo
@@ -34,7 +34,7 @@ PAGE = "sglang/multimodal_gen/apps/realtime_webui"
 def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", WHEEL]
-    subprocess.run([*command, "--dest", str(folder)], check=True, timeout=300)
+    subprocess.run([*command, "--dest", str(folder)], check=True, timeout=seconds(300))
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.startswith(PAGE)])
@@ -113,5 +113,5 @@ def test_without_the_switch_it_is_kept_out(
     with opened(browser, url, server.port, village / "start" / "street_day.png") as page:
         page.click("#connectBtn")
         page.wait_for("document.querySelector('#statusText').textContent === 'Socket closed'", 30)
-        time.sleep(0.2)
+        pause(0.2)
         assert page.text("#frameText") == "frames 0"

@@ -2,7 +2,6 @@
 """The web page as a visitor uses it: headless Chromium, real sockets, and a fake engine that tells what reached it."""
 
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Browser, Page
-from helpers.fake_engine import FIRST, LATER, Call, FakeEngine, wait_until
+from helpers.fake_engine import FIRST, LATER, Call, FakeEngine
+from helpers.waits import pause, wait_until
 from page_server import MakeServer, PageServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -189,7 +189,7 @@ def test_the_map_lies_under_the_path(village_page: Page) -> None:
     page = village_page
     begin(page)  # on the square at (1.2, -4), on the sandy path, the pond to the east
     page.wait_for(f"{PARTS}.then(({{ app }}) => app.map.path.length > 5)")
-    time.sleep(0.3)
+    pause(0.3)
     pixel = """((dx, dy) => { const c = document.querySelector('#map'), d = devicePixelRatio || 1;
         const x = c.width / 2 + dx * d, y = c.height / 2 + dy * d;
         return [...c.getContext('2d').getImageData(x, y, 1, 1).data]; })"""
@@ -208,7 +208,7 @@ def test_pictures_come_in_order_at_a_steady_rate(real_time: Page, engine: FakeEn
     """With chunks that take 0.3 s the picture runs at its 16 frames a second without a wait."""
     page, engine.delay_s = real_time, 0.3
     begin(page)
-    time.sleep(1.5)  # the waiting time has to be learned first
+    pause(1.5)  # the waiting time has to be learned first
     code = f"""{PARTS}.then(async ({{ app }}) => {{ const seen = []; const before = app.player.numStalls;
         const onframe = app.player.onframe;
         app.player.onframe = (frame) => {{ onframe(frame); seen.push(performance.now()); }};
@@ -220,7 +220,7 @@ def test_pictures_come_in_order_at_a_steady_rate(real_time: Page, engine: FakeEn
     assert waits == 0
     assert worst_gap_ms < 200
     before = grey(page)
-    time.sleep(0.5)
+    pause(0.5)
     assert 4 <= grey(page) - before <= 14
 
 
@@ -231,7 +231,7 @@ def test_a_slow_server_is_played_slowly_not_in_jerks(real_time: Page, engine: Fa
     begin(page)
     wait_until(lambda: len(engine.chunks) >= 4, 20)
     before = shown(page)
-    time.sleep(3)
+    pause(3)
     assert 17 <= shown(page) - before <= 27
     assert "server" in page.text("[data-stat=rate]")
 
@@ -342,10 +342,10 @@ def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
     """From the key to the first picture that knows of it: at least one chunk's time, and not much more."""
     engine.delay_s = 0.2
     begin(page)
-    time.sleep(1)
+    pause(1)
     for _ in range(3):
         page.press("d", 0.05)
-        time.sleep(0.8)
+        pause(0.8)
     text = page.wait_for("(t => t !== '–' && t)(document.querySelector('[data-stat=photon]').textContent)")
     assert 200 <= int(text.split()[0]) <= 1200
     total_ms, *parts_ms = page.run(f"""{PARTS}.then(({{ app: {{ stats }} }}) => [stats.inputToPhotonMs.last,
@@ -367,20 +367,20 @@ def test_input_to_photon_leaves_out_what_is_not_the_servers(page: Page, server: 
     if kind == "pause":
         page.press(" ")
         page.press("d")
-        time.sleep(2)
+        pause(2)
         page.press(" ")
     else:
         page.run("window.isDown = true")
         server.cut_connections()
         page.press("d")
         page.wait_for("document.body.dataset.link === 'down'")
-        time.sleep(2)
+        pause(2)
         page.run("window.isDown = false")
         page.wait_for("document.body.dataset.link === 'up'")
-    time.sleep(1)
+    pause(1)
     for _ in range(2):
         page.press("d")
-        time.sleep(0.8)
+        pause(0.8)
     longest_ms = page.wait_for(LONGEST_MS)
     assert longest_ms < 1500
 
@@ -406,9 +406,9 @@ def test_pause_stops_everything_and_goes_on(page: Page, engine: FakeEngine) -> N
     """No chunk is asked for and no picture shown while paused."""
     begin(page)
     page.press(" ")
-    time.sleep(0.4)
+    pause(0.4)
     count, pictures = len(engine.chunks), shown(page)
-    time.sleep(0.6)
+    pause(0.6)
     assert (len(engine.chunks), shown(page)) == (count, pictures)
     assert page.text("#pause .label") == "Resume"
     assert page.text("#status") == "Paused"
@@ -461,17 +461,13 @@ def test_marks_are_places_to_go_back_to(page: Page, engine: FakeEngine) -> None:
 
 def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
     """Downloaded as a file that other programs read: whole chunks, every frame in order."""
-    before = set(browser.downloads.iterdir())
+    before = browser.videos()
     begin(page)
     page.press("v")
     later_chunks(engine, 3)
     page.press("v")
-
-    def finished() -> list[Path]:
-        return [file for file in set(browser.downloads.iterdir()) - before if file.suffix == ".mp4"]
-
-    wait_until(finished)
-    frames_THWC, fps = decode_mp4(finished()[0].read_bytes())
+    [file] = wait_until(lambda: browser.videos() - before)
+    frames_THWC, fps = decode_mp4(file.read_bytes())
     assert fps == 48
     assert len(frames_THWC) % LATER in (0, FIRST)
     assert len(frames_THWC) >= 2 * LATER
@@ -551,7 +547,7 @@ def test_a_dead_engine_is_told_at_once_and_as_it_is(page: Page, engine: FakeEngi
     engine.fail = dead
     page.wait_for(f"{STATUS} === 'The engine has stopped'", 1.5)
     assert "The engine has stopped" in page.text("#notices")
-    time.sleep(1.5)  # the server still answers `resume`, but makes nothing
+    pause(1.5)  # the server still answers `resume`, but makes nothing
     assert page.text("#status") == "The engine has stopped"
     assert "resumed" not in page.text("#notices")
     last = page.run(f"{PARTS}.then(({{ app }}) => app.world.lastChunk)")
@@ -582,7 +578,7 @@ def test_a_dead_engine_is_told_in_a_pause_too(page: Page, engine: FakeEngine, se
     page.wait_for("notices.textContent === 'This world is resumed.'")
     page.wait_for(f"{STATUS} === 'Paused'")
     pictures = shown(page)
-    time.sleep(0.5)
+    pause(0.5)
     assert shown(page) == pictures
 
 
@@ -597,7 +593,7 @@ def test_a_refused_request_stops_the_world_until_tried_again(page: Page, engine:
     page.wait_for("notices.textContent.includes('no such thing')")
     assert page.text("#status") == "Stopped by an error"
     count = len(engine.chunks)
-    time.sleep(0.5)
+    pause(0.5)
     assert len(engine.chunks) == count
     engine.fail = lambda params: None
     page.run("notices.querySelector('button').click()")
@@ -633,7 +629,7 @@ def test_other_geometries_come_from_the_greeting(browser: Browser, make_server: 
         begin(page)
         assert engine.chunks[0].arrays["intrinsics"][0].tolist() == pytest.approx([500, 375, 320, 180], abs=1e-3)
         before = shown(page)
-        time.sleep(2)
+        pause(2)
         assert 13 <= shown(page) - before <= 19
 
 

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from browser import Browser, Page
 from helpers.ports import port_for_a_server
+from helpers.waits import pause, seconds, wait_until
 from PIL import Image
 
 from vllm_omni.entrypoints.cli import demo
@@ -190,7 +190,7 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
     """Frames change, a recording holds them, a mark is gone back to, a cut connection is taken up again."""
     begin(page)
     page.key("keyDown", "w")
-    before = set(browser.downloads.iterdir())
+    before = browser.videos()
     page.press("v")
     # Chunks that were on their way when it began are not recorded.
     page.wait_for(f"{PARTS}.then(({{ app }}) => app.recorder.numFrames >= 24)", 60)
@@ -199,11 +199,8 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
     page.wait_for("document.querySelectorAll('#marks li').length === 1", 30)
     page.key("keyUp", "w")
     page.wait_for("document.querySelector('#record').getAttribute('aria-pressed') === 'false'", 30)
-    deadline_s = time.monotonic() + 15
-    while not (files := [file for file in set(browser.downloads.iterdir()) - before if file.suffix == ".mp4"]):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    frames_THWC, fps = decode_mp4(files[0].read_bytes())
+    [file] = wait_until(lambda: browser.videos() - before, 15)
+    frames_THWC, fps = decode_mp4(file.read_bytes())
     assert fps == 16
     assert len(frames_THWC) >= 24
     assert len(frames_THWC) % 4 == 0  # whole latent frames
@@ -229,7 +226,7 @@ def test_the_key_guards_what_works_and_the_page_is_open(served: demo.ServerProce
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         request = urllib.request.Request(f"http://127.0.0.1:{served.port}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=seconds(10)) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -244,7 +241,7 @@ def test_the_key_guards_what_works_and_the_page_is_open(served: demo.ServerProce
             urllib.request.Request(
                 f"http://127.0.0.1:{served.port}/openapi.json", headers={"Authorization": f"Bearer {KEY}"}
             ),
-            timeout=10,
+            timeout=seconds(10),
         ).read()
     )["paths"]
     open_routes = {path for path in routes if "{" not in path and status(path, None) not in (401, 405)}
@@ -266,7 +263,7 @@ def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
     target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
     page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     page.desktop(1280, 800)
-    time.sleep(0.5)  # colours fade
+    pause(0.5)  # colours fade
     page.screenshot(tmp_path / "start.png")
     page.run("document.querySelectorAll('[name=sample]')[1].click()")  # down the street, towards the well
     begin(page)
@@ -279,7 +276,7 @@ def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
     page.wait_for("document.querySelectorAll('#marks li').length === 1", 30)
     page.wait_for("document.querySelector('#notices').hidden", 30)
     page.key("keyDown", "a")
-    time.sleep(1.5)
+    pause(1.5)
     page.screenshot(tmp_path / "walk.png")
     page.key("keyUp", "a")
     pictures = [Image.open(tmp_path / f"{name}.png").convert("RGB") for name in ("start", "walk")]

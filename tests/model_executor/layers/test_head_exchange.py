@@ -27,7 +27,7 @@ from vllm_omni.model_executor.layers.parallel import HeadTrade, ParallelContext
 from vllm_omni.model_executor.layers.rows import stack
 
 LAYERS, HEADS, CHUNK, RANKS = 2, 4, 3, 2
-WINDOW = 7
+WINDOW, CHUNKS = 7, 4
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def projected(rows: list[Row], layer: int, sizes: Sizes) -> tuple[torch.Tensor, 
 
 
 def play(
-    parallel: ParallelContext, sizes: Sizes, *, ahead: bool
+    parallel: ParallelContext, sizes: Sizes, *, ahead: bool, chunks: int = CHUNKS
 ) -> tuple[list[torch.Tensor], list[KVWindow], list[type[HeadExchange]]]:
-    """Attention's results of this rank's tokens, the windows, and each forward's kind of exchange, of a few chunks.
+    """Attention's results of this rank's tokens, the windows, and each forward's kind of exchange, of `chunks` chunks.
 
     ahead: whether numbers may be rounded before the exchange.
     """
@@ -111,7 +111,7 @@ def play(
     for window, offset in zip(windows, sizes.offsets, strict=True):
         for number in range(offset):
             chunk([Row(window, range(CHUNK * number, CHUNK * (number + 1)))])
-    for number in range(4):
+    for number in range(chunks):
         starts = [CHUNK * (number + offset) for offset in sizes.offsets]
         chunk([Row(window, range(s, s + CHUNK)) for window, s in zip(windows, starts, strict=True)])
     return results, windows, kinds
@@ -131,12 +131,12 @@ def in_a_capture() -> Iterator[None]:
         yield
 
 
-def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool) -> None:
+def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: int = CHUNKS) -> None:
     """hopper: whether attention is to multiply in FP8."""
-    found, windows, kinds = play(parallel, sizes, ahead=True)
-    wanted, other_windows, _ = play(parallel, sizes, ahead=False)
+    found, windows, kinds = play(parallel, sizes, ahead=True, chunks=chunks)
+    wanted, other_windows, _ = play(parallel, sizes, ahead=False, chunks=chunks)
     with in_a_capture():
-        captured = [play(parallel, sizes, ahead=ahead)[0] for ahead in (True, False)]
+        captured = [play(parallel, sizes, ahead=ahead, chunks=chunks)[0] for ahead in (True, False)]
     for ours, *others in zip(found, wanted, *captured, strict=True):
         assert all(torch.equal(ours, other) for other in others)
     for ours, theirs in zip(windows, other_windows, strict=True):
@@ -144,10 +144,12 @@ def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool) -> None:
         assert torch.equal(ours.scales, theirs.scales)
     rounded, offsets = RoundedQueriesExchange if hopper else RoundedExchange, sizes.offsets
     first = 1 if 0 in offsets else 0
-    assert [kind for kind in kinds if kind is not HeadExchange] == [rounded] * (4 - first + max(sum(offsets) - 1, 0))
+    assert [kind for kind in kinds if kind is not HeadExchange] == [rounded] * (
+        chunks - first + max(sum(offsets) - 1, 0)
+    )
     assert kinds[-1] is rounded
     if sizes.device == "cpu":  # elsewhere kernels may sum in another order for other numbers of heads
-        one_rank, _, _ = play(ParallelContext(), sizes, ahead=True)
+        one_rank, _, _ = play(ParallelContext(), sizes, ahead=True, chunks=chunks)
         own = parallel.token_slice(sizes.tokens * CHUNK)
         for ours, whole in zip(found, one_rank, strict=True):
             assert torch.equal(ours, whole[:, own])
@@ -227,11 +229,11 @@ def _interpreted(rank: int, rendezvous: str) -> None:
 
     fp8_kernels._kernels = lambda device: fp8_triton  # type: ignore[assignment]
     with group(rank, rendezvous) as parallel:
-        compare(parallel, Sizes(2), hopper=False)
+        compare(parallel, Sizes(2), hopper=False, chunks=3)
         with as_on_hopper():
-            compare(parallel, Sizes(2, (1, 0)), hopper=True)
+            compare(parallel, Sizes(2, (1, 0)), hopper=True, chunks=2)
 
 
 def test_kernels_round_into_what_is_sent(tmp_path: Path) -> None:
-    """What CUDA devices do, but for the product."""
+    """What CUDA devices do, but for the product. Chunks until the window is full: the interpreter takes its time."""
     interpret(_interpreted, str(tmp_path / "rendezvous"), size=RANKS)

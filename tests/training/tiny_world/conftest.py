@@ -4,15 +4,26 @@
 import pytest
 import torch
 
+from training.tiny_world.casting import cast
 from training.tiny_world.render import Renderer
 
 
 class RememberingRenderer(Renderer):
-    """Eager; each view is rendered once, however many worlds, truths and styles are compared by it."""
+    """Eager; each view is rendered once, however many worlds and truths are compared by it, its rays are cast once for
+    all styles.
+    """
 
     def __init__(self, height: int, width: int) -> None:
         super().__init__("cpu", height, width, compiled=False, frames_per_call=1)
         self._seen: dict[tuple[bytes, ...], torch.Tensor] = {}
+        self._hits: dict[tuple[bytes, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._cast = self._remembered_cast
+
+    def _remembered_cast(self, rays_BR3: torch.Tensor, *bodies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key = tuple(value.numpy().tobytes() for value in (rays_BR3, *bodies))
+        if key not in self._hits:
+            self._hits[key] = cast(rays_BR3, *bodies)
+        return self._hits[key]
 
     def _frames(self, *view: torch.Tensor) -> torch.Tensor:
         key = tuple(value.numpy().tobytes() for value in view)

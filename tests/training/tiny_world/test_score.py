@@ -26,6 +26,13 @@ def _few_reference_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.tiny_world.truth._REFERENCE_PLACES", 8)
 
 
+@pytest.fixture
+def few_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each drill: its measure is a median over latents."""
+    monkeypatch.setattr(score, "TURN_LATENTS", 8)
+    monkeypatch.setattr(score, "STEP_LATENTS", 4)
+
+
 @pytest.fixture(scope="module")
 def truth(small_renderer: Renderer) -> Truth:
     """One for all worlds of this file: what their walks should look like is most of the time.
@@ -47,11 +54,8 @@ class Deaf:
         return [picture.repeat(count, 1, 1, 1) for picture, count in zip(pictures_NHW3, frames, strict=True)]
 
 
-def test_the_truth_is_perfect(
-    small_renderer: Renderer, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_truth_is_perfect(small_renderer: Renderer, truth: Truth, tmp_path: Path, few_latents: None) -> None:
     """Every row of the table at once; JSON holds it; the strip has two rows a walk and a column a chunk named."""
-    monkeypatch.setattr(score, "TURN_LATENTS", 8)
     world = RenderedWorld(small_renderer)
     found = score.score(world, truth, seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
     found = json.loads(json.dumps(found))
@@ -82,7 +86,7 @@ def test_a_truth_is_rendered_once(small_renderer: Renderer, monkeypatch: pytest.
     assert truth.frames(walks) is first
 
 
-def test_a_world_that_obeys_nothing_scores_badly(truth: Truth) -> None:
+def test_a_world_that_obeys_nothing_scores_badly(truth: Truth, few_latents: None) -> None:
     found = score.score(Deaf(), truth, seed=SEED, walks=3, chunks=2)
     assert found["psnr"][-1] < 20 < found["psnr"][0] + 10
     assert abs(found["turn"]["ratio"]) < 0.05

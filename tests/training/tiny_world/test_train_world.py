@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.waits import seconds
 
 from training.tiny_world import train_world
 from training.tiny_world.train_world import main, read_parts, write_parts, write_synthetic_data
@@ -115,7 +116,7 @@ def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run(
         command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=seconds(120),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert read_parts(out)["step"] == 2

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.rank_processes import rank_context
+from helpers.waits import seconds
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
@@ -122,7 +123,7 @@ def download(endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_wor
     log = tmp_path / "log"
     process = rank_context().Process(target=_download, args=(environment, out, model, log))
     process.start()
-    process.join(120)
+    process.join(seconds(120))
     process.kill()
     process.join()
     assert process.exitcode is not None

@@ -103,6 +103,13 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, adapter: str, one_rank
         dist.destroy_process_group()
 
 
+# Two ranks of a game without a mouse do less of the same: nightly.
+ON_TWO_RANKS = pytest.mark.parametrize(
+    "checkpoint", ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)], indirect=True
+)
+
+
+@ON_TWO_RANKS
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_agree_with_one(
     sequence_parallel: bool, checkpoint: Path, adapter: Path, one_rank: Path, tmp_path: Path

@@ -35,7 +35,11 @@ HELD: dict[str, list[list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(HELD))
+GTA = pytest.param("original_gta", marks=pytest.mark.nightly)
+"""The modules of `original` with fewer keys: it repeats what that shows."""
+
+
+@pytest.fixture(scope="module", params=["original", GTA, "original_templerun"])
 def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.waits import seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,7 +118,7 @@ def test_the_talker_is_free_when_it_has_spoken() -> None:
     composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]
     prompt: Any = SimpleNamespace(token_ids=[1], reply_RD=[1], to_engine_input=lambda name, slot: None)
     spoken = Speech("r", SpeechDefaults(max_codes=256), seed=0)
-    asyncio.run(asyncio.wait_for(composition._generate_codes(prompt, spoken), 5))
+    asyncio.run(asyncio.wait_for(composition._generate_codes(prompt, spoken), seconds(5)))
     assert composition._slots.qsize() == 1 and spoken.codes.qsize() == 200
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.waits import seconds
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_omni.model_executor.models.qwen2_5_omni import stages
@@ -17,7 +18,7 @@ class Starts:
     """Stands for `AsyncLLM.from_engine_args`; at the CPU's turn all three meet inside."""
 
     def __init__(self, together: int, fails: int | None = None) -> None:
-        self.barrier = threading.Barrier(together, timeout=20)
+        self.barrier = threading.Barrier(together, timeout=seconds(20))
         self.fails = fails
         self.shares: list[float] = []
         self.at_work = self.most_at_work = 0
