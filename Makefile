@@ -5,7 +5,7 @@
 # make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them
 # make lint          ruff and mypy
 # make docs          build the documentation site into build/site
-# make mutants       change access, codec, scheduling and parts of the worker in every small way; what no test notices is listed
+# make mutants       change access, codec, scheduling and the worker in every small way; what no test notices is listed
 # make turn          commit which nightly shard CI runs next; once for each submission, at its end
 # .ci/run            what CI runs: lint, test, and the nightly shard whose turn it is
 # make clean         remove the environment and what the demo wrote

@@ -199,6 +199,7 @@ def test_an_adapter_for_another_model_is_one_line_and_no_harm(
     with pytest.raises(ValueError, match=r"adapter 'flux': .*modules that this model lacks or keeps as they are: 3 \("):
         worker.runner.add_lora(LoRARequest("flux", 9, str(path)))
     assert worker.runner.list_loras() == {1, 2}
+    assert [worker.runner.pin_lora(number) for number in (1, 2, 9)] == [True, True, False]
     assert equal(stream(worker, "b", [INK]), before)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
+from vllm.sequence import IntermediateTensors
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -81,6 +82,30 @@ def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None
     reference = run_to_end(runner, chunk("again", "s", 1))["again"]
     assert reference[0]["chunk_index"] == 1
     assert state_of(runner, "s") != before
+
+
+def test_a_request_that_ended_before_it_was_scheduled_is_unknown(runner: Any) -> None:
+    """The scheduler lets go of it all the same."""
+    execute(runner, step(new=[chunk("r", "s", 0)]))
+    execute(runner, step(finished=["aborted while it waited"], running=["r"]))
+    assert runner.request_progress() == {"s": [2, STEPS]}
+
+
+def test_before_a_snapshot_answers_to_finished_chunks_of_its_session_are_applied(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to those of other sessions, to one at work, or to a request that never became a chunk."""
+    runner = make_runner(null_world, {"overlap_decode": True})
+    execute(runner, step(new=[chunk("done", "s", 0), chunk("other", "t", 0), chunk("broken", "s", 7)]))
+    for _ in range(STEPS - 1):
+        execute(runner, step(running=["done", "other"]))
+    execute(runner, step(new=[chunk("at work", "s", 1)]))
+    assert runner.requests["done"].done
+    assert runner.requests["broken"].chunk is None
+    asked: list[list[str]] = []
+    monkeypatch.setattr(runner.role, "take_answers", asked.append)
+    runner.settle("s")
+    assert asked == [["done"]]
 
 
 def test_an_aborted_first_chunk_leaves_no_session(runner: Any) -> None:
@@ -202,6 +227,18 @@ def test_the_stock_scheduler_gets_whole_chunks(make_runner: Any, null_world: Pat
     assert result["r"][0]["chunk_index"] == 0 and result["q"][0]["chunk_index"] == 1
     stepped = run_to_end(runner, chunk("r", "s", 0))["r"]
     assert torch.equal(latents(stepped), latents(result["r"]))
+
+
+def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    received, handed_on, seen = IntermediateTensors({}), IntermediateTensors({}), []
+
+    def pass_on(states: Any, tensors: Any) -> IntermediateTensors:
+        seen.append(([state.request_id for state in states], tensors))
+        return handed_on
+
+    monkeypatch.setattr(runner.role, "step", pass_on)
+    assert runner.execute_model(step(new=[chunk("r", "s", 0)]), received) is handed_on
+    assert seen == [(["r"], received)]
 
 
 def test_input_tensors_reach_the_model_by_name(runner: Any) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MemoryBudget` on a GPU that other processes use too; the device is pretended."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm_omni.worker.diffusion.memory import MemoryBudget
 GIB, MIB = 1 << 30, 1 << 20
 TOTAL = 140 * GIB
 SESSION = GIB
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -23,21 +25,33 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     taken: bytes that were asked of the allocator.
     """
     gpu = SimpleNamespace(used=0, taken=[])
-    monkeypatch.setattr(torch, "empty", lambda nbytes, **where: gpu.taken.append(nbytes))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def empty(nbytes: int, **where: Any) -> None:
+        assert where == {"dtype": torch.uint8, "device": CUDA}
+        gpu.taken.append(nbytes)
+
+    def answer(name: str, value: Any) -> None:
+        def answered(device: torch.device) -> Any:
+            assert device == CUDA
+            return value() if callable(value) else value
+
+        monkeypatch.setattr(torch.cuda, name, answered)
+
+    monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - gpu.used, TOTAL))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 6 * GIB)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=TOTAL))
+    answer("reset_peak_memory_stats", None)
+    answer("synchronize", None)
+    answer("mem_get_info", lambda: (TOTAL - gpu.used, TOTAL))
+    answer("memory_reserved", 6 * GIB)
+    answer("memory_allocated", 6 * GIB)
+    answer("max_memory_allocated", 5 * GIB)
+    answer("get_device_properties", SimpleNamespace(total_memory=TOTAL))
     return gpu
 
 
 def session_bytes(device: SimpleNamespace, used_before: int) -> int:
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.1, kv_cache_memory_bytes=None))
-    budget = MemoryBudget(config, torch.device("cuda", 0), used_before)
+    budget = MemoryBudget(config, CUDA, used_before)
     with budget.measure():
         pass
     return budget.session_bytes(SESSION, None)
@@ -126,5 +140,19 @@ def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
     budget = MemoryBudget(config, torch.device(device))  # type: ignore[arg-type]
     assert budget.session_bytes(MIB, None) == 8 * MIB
     assert budget.session_bytes(MIB, 2 * MIB) == 2 * MIB
-    with pytest.raises(ValueError, match=r"needs 0.01 GiB, but sessions may hold 0.01 GiB"):
-        budget.session_bytes(9 * MIB, None)
+    assert budget.session_bytes(8 * MIB, None) == 8 * MIB
+    config.cache_config.kv_cache_memory_bytes = 3 << 29
+    reason = re.escape(
+        "one session of the largest shape needs 2.00 GiB, but sessions may hold 1.50 GiB: lower omni.height/width or "
+        "the window, raise --gpu-memory-utilization or omni.max_session_bytes"
+    )
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        budget.session_bytes(2 * GIB, None)
+
+
+def test_sessions_of_a_cpu_may_hold_half_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole bytes."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12 * MIB + 1))
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9))
+    found = MemoryBudget(config, torch.device("cpu")).session_bytes(MIB, None)
+    assert (found, type(found)) == (6 * MIB, int)

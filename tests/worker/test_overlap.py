@@ -206,6 +206,7 @@ def test_a_host_that_launches_slowly_begins_before_the_step_ends(monkeypatch: py
 
 
 def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one is expected to begin when it is launched."""
     device = Device(200.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     for step_s in (0.2, 0.2, 0.2, 0.07):
@@ -213,6 +214,21 @@ def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(mo
         pacer.launched()
         pacer.wait()
     assert device.ends_s[-1] <= device.now_s < device.ends_s[-1] + 0.002
+    device.step_s = 0.2
+    pacer.launched()
+    pacer.wait()
+    assert device.ends_s[-1] - device.now_s == pytest.approx(0.2 - (0.07 - 0.01), abs=2e-3)
+
+
+def test_steps_of_other_streams_do_not_count_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where short steps are followed by long ones, the fourth of these is led by 10 ms."""
+    device = Device(0.0, monkeypatch)
+    pacer = StepPacer(torch.device("cuda"))
+    for step_s in (*[0.01] * 8, *[0.06] * 4):
+        device.step_s = step_s
+        pacer.launched()
+        pacer.wait()
+    assert device.ends_s[-1] - device.now_s == pytest.approx(0.01, abs=1e-6)
 
 
 @pytest.mark.parametrize("launch_s", [0.0, 0.03])
@@ -242,14 +258,15 @@ def test_one_long_step_costs_no_later_step_its_lead(monkeypatch: pytest.MonkeyPa
 
 def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it has ended; what the device is at is no step's time yet."""
-    device = Device(10.0, monkeypatch)
+    device = Device(0.0, monkeypatch)
     pacer, told = StepPacer(torch.device("cuda")), []
-    for _ in range(4):
+    for number in range(4):
+        device.step_s = 0.01 * (number + 1)
         pacer.launching()
         pacer.launched()
         pacer.wait()
         told.append((pacer.before_s, pacer.unfinished))
-    assert told[:2] == [(None, True)] * 2 and told[2:] == [(pytest.approx(0.01), True)] * 2
+    assert told == [(None, True), (None, True), (pytest.approx(0.02), True), (pytest.approx(0.03), True)]
     device.sleep(1.0)
     assert not pacer.unfinished
 

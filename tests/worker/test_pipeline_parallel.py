@@ -72,6 +72,59 @@ def test_answers_arrive_in_the_order_of_batches() -> None:
     run_ranks(stage, (address,), STAGES)
 
 
+COLUMNS = ((0, 2), (1, 3))
+"""Two stages of two ranks each: a rank's answers come from its counterpart."""
+VAE = 4
+"""A rank behind them that only decodes takes part in the construction, no further."""
+
+
+class Growing:
+    """The n-th batch's latents: n + 1 elements of its first request and 2 of its second, in bf16."""
+
+    def latents(self, request: Any) -> torch.Tensor:
+        shape = (request.batch + 1, 1) if request.request_id.startswith("first") else (1, 2)
+        return torch.full(shape, request.value, dtype=torch.bfloat16)
+
+
+def batch_of(number: int, value: float) -> list[Any]:
+    return [
+        SimpleNamespace(request_id=f"{name} {number}", batch=number, value=value + index, step=1, num_steps=1)
+        for index, name in enumerate(("first", "second"))
+    ]
+
+
+def rank_of_a_column(rank: int, address: str) -> None:
+    """Three batches. Answers are applied up to the newest that was asked for; the others wait, in order."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=5)
+    column = COLUMNS[rank % 2]
+    channel, model = ReturnChannel(column, torch.device("cpu")), Growing()
+    assert channel.is_last == (rank in (2, 3))
+    batches = [batch_of(number, 10.0 * number + 100 * column[1]) for number in range(3)]
+    if channel.is_last:
+        for batch in batches:
+            channel.send(batch, [True, batch[0].batch != 1], [model.latents(request) for request in batch])
+    elif rank != VAE:
+        taken: list[Any] = []
+        for batch in batches:
+            channel.expect(batch)
+            channel.listen(model)  # type: ignore[arg-type]
+        for asked, number_taken in (([], 0), (["second 1", "somebody else"], 4), (["first 0"], 4), (["first 2"], 6)):
+            channel.drain(asked, lambda request, ok, latents: taken.append((request, ok, latents)))
+            assert len(taken) == number_taken
+        assert [(request.request_id, ok, latents.tolist()) for request, ok, latents in taken] == [
+            (request.request_id, request.request_id != "second 1", model.latents(request).flatten().tolist())
+            for batch in batches
+            for request in batch
+        ]
+        assert all(latents.dtype == torch.float32 for _, _, latents in taken)
+    dist.barrier()
+
+
+def test_answers_come_from_the_counterpart_on_the_last_stage() -> None:
+    address = f"tcp://127.0.0.1:{port_for_a_server()}"
+    run_ranks(rank_of_a_column, (address,), 5)
+
+
 class Events(list[str]):
     """What a rank does, in order."""
 

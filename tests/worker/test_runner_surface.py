@@ -8,9 +8,11 @@ import inspect
 import re
 
 import pytest
+import torch
 from vllm.v1.worker import gpu_worker
 
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
+from vllm_omni.worker.diffusion.surface import RunnerSurface
 
 # Paths that a diffusion worker can never take, each with the reason.
 UNREACHABLE = {
@@ -37,3 +39,18 @@ def test_every_attribute_the_worker_uses_exists(name: str) -> None:
     assigned = inspect.getsource(DiffusionGPUModelRunner)
     module_like = name in {"GPUModelRunner"} or f"model_runner.{name} import" in inspect.getsource(gpu_worker)
     assert module_like or hasattr(DiffusionGPUModelRunner, name) or f"self.{name}" in assigned
+
+
+def test_there_is_nothing_to_capture_to_profile_or_to_run_idly() -> None:
+    """Requests reach vLLM's endpoints as those of a plugin, and an idle rank answers on its own device."""
+    surface = RunnerSurface()
+    surface.device = torch.device("meta")
+    assert surface.get_supported_tasks() == ("plugin",)
+    assert surface.get_kv_cache_spec() == surface.get_encoder_timing_stats() == {}
+    assert (surface.profile_cudagraph_memory(), surface.capture_model(), surface.needs_cudagraph_capture()) == (
+        0,
+        0,
+        False,
+    )
+    for empty in surface._dummy_run():
+        assert (empty.numel(), empty.device.type) == (0, "meta")

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.core.step_output import ChunkProgress
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion.pacing import StepPacer
 
 
 def noted(request_id: str, note: SchedulerNote) -> Any:
@@ -52,3 +54,50 @@ def test_progress_of_chunks_that_go_on(make_runner: Any, model: Path) -> None:
     for _ in range(3):
         runner.execute_model(step(running=["r"]))
     assert runner.execute_model(step(running=["r"])).progress == {}
+
+
+def test_a_chunk_that_was_admitted_and_not_begun_has_no_size_yet(
+    make_runner: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its latents may not be there; it costs a step of the smallest size."""
+    runner = make_runner(model)
+
+    def only_admit(states: Any, received: Any) -> dict[str, Any]:
+        for state in states:
+            runner.admission.admit(state, {})
+        return {}
+
+    monkeypatch.setattr(runner.role, "step", only_admit)
+    with torch.inference_mode():
+        assert runner.execute_model(step(new=[noted("r", SchedulerNote())])).progress == {"r": ChunkProgress(0, 5, 1)}
+
+
+def test_results_are_in_the_order_of_the_requests(make_runner: Any, model: Path) -> None:
+    """And the distance that chunks of one session keep is the model's."""
+    runner = make_runner(model)
+    runner.parts.in_flight.order.steps_behind = 3
+    output = runner.execute_model(step(new=[noted(name, SchedulerNote()) for name in ("a", "b")]))
+    assert output.req_ids == ["a", "b"]
+    assert output.req_id_to_index == {"a": 0, "b": 1}
+    assert output.steps_behind == 3
+
+
+class Busy(StepPacer):
+    """A device that took a quarter of a second for the step before, and is at the last one."""
+
+    @property
+    def before_s(self) -> float:
+        return 0.25
+
+    @property
+    def unfinished(self) -> bool:
+        return True
+
+
+def test_the_scheduler_is_told_how_long_the_device_takes(make_runner: Any, model: Path) -> None:
+    runner = make_runner(model)
+    output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
+    assert (output.before_s, output.unfinished) == (None, False), "a CPU has ended a step when its launch returns"
+    runner.role.pacer = Busy(runner.device)
+    output = runner.execute_model(step(running=["r"]))
+    assert (output.before_s, output.unfinished) == (0.25, True)

@@ -14,13 +14,20 @@ from vllm_omni.worker.diffusion.shared_gpu_worker import SharedGPUWorker
 
 def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the stock worker takes its device and starts NCCL; to which each rank is a host of its own."""
-    monkeypatch.setattr(shared_gpu_worker.os, "environ", dict(os.environ))
+    before = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "VLLM_ALLREDUCE_"))}
+    monkeypatch.setattr(shared_gpu_worker.os, "environ", dict(before))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     places = []
 
     def stock(worker: Any) -> None:
-        assert worker.parallel_config.disable_custom_all_reduce and os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
-        assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+        assert worker.parallel_config.disable_custom_all_reduce
+        assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {
+            "NCCL_HOSTID": f"rank{worker.rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        }
+        assert before.items() <= os.environ.items()
         places.append((worker.local_rank, os.environ["NCCL_HOSTID"]))
 
     monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "init_device", stock)
@@ -30,8 +37,10 @@ def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatc
         worker.rank = worker.local_rank = rank
         worker.parallel_config = SimpleNamespace(world_size=4, data_parallel_size=1)
         worker.init_device()
-        worker.model_runner = SimpleNamespace(sessions=SimpleNamespace(max_bytes=1000))
-        assert worker.compile_or_warm_up_model() == "times" and worker.model_runner.sessions.max_bytes == 500
+        worker.model_runner = SimpleNamespace(sessions=SimpleNamespace(max_bytes=1001))
+        assert worker.compile_or_warm_up_model() == "times"
+        bound = worker.model_runner.sessions.max_bytes
+        assert (bound, type(bound)) == (500, int)
     assert places == [(0, "rank0"), (1, "rank1"), (0, "rank2"), (1, "rank3")]
 
 
@@ -51,5 +60,7 @@ def test_where_there_are_gpus_enough_nothing_is_shared(monkeypatch: pytest.Monke
 def test_several_engines_are_refused() -> None:
     worker: Any = object.__new__(SharedGPUWorker)
     worker.parallel_config = SimpleNamespace(data_parallel_size=2)
-    with pytest.raises(ValueError, match="drop --data-parallel-size"):
+    with pytest.raises(
+        ValueError, match=r"^SharedGPUWorker spreads the ranks of one engine: drop --data-parallel-size$"
+    ):
         worker.init_device()

@@ -16,7 +16,7 @@ from safetensors.torch import load, save_file
 
 import vllm_omni.worker.diffusion.snapshots as worker_snapshots
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import Parallel, read_header
+from vllm_omni.sessions.snapshot import UNSEEN, Parallel, read_header
 
 _WORKERS: dict[str, Worker] = {}
 
@@ -107,12 +107,12 @@ def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapsho
         (lambda h, t: h.update(ranks=[]), "invalid_snapshot", "rank 0"),
         (lambda h, t: h.update(more=1), "invalid_snapshot", "more"),
         (lambda h, t: h.pop("opening"), "invalid_snapshot", "opening"),
-        (lambda h, t: h["opening"].update(op="close"), "invalid_snapshot", "op"),
+        (lambda h, t: h["opening"].update(op="close"), "invalid_snapshot", "the snapshot's opening holds ['op']"),
         (lambda h, t: h["opening"].update(height=4096, width=4096), "unsupported_size", "4096x4096"),
-        (lambda h, t: h["opening"].update(height=-1), "invalid_snapshot", "height"),
+        (lambda h, t: h["opening"].update(height=-1), "invalid_snapshot", "the snapshot's opening: "),
         (lambda h, t: h["opening"].update(height=16), "invalid_snapshot", "memory"),
         (lambda h, t: h.update(chunk_index=0), "invalid_snapshot", "chunk_index"),
-        (lambda h, t: h.update(chunk_index=7), "invalid_snapshot", "different chunks"),
+        (lambda h, t: h.update(chunk_index=7), "invalid_snapshot", "the snapshot's parts are of different chunks"),
         (lambda h, t: h["ranks"][0]["scalars"].update(chunk_index="2"), "invalid_snapshot", "chunk_index"),
         (lambda h, t: h["ranks"][0]["scalars"].update(extra=1), "invalid_snapshot", "extra"),
         (lambda h, t: t.update({"rank0.more": torch.zeros(1)}), "invalid_snapshot", "unknown tensors ['more']"),
@@ -145,11 +145,25 @@ def test_a_worker_believes_no_header_that_its_file_does_not_bear_out(worker: Wor
 def test_a_session_too_large_for_the_server_is_refused(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `max_session_bytes`, and by the file's own size where the door knows the bound."""
+    """By `max_session_bytes`, and by the file's own size where the door knows the bound. One that just fits is not."""
+    worker.restore("b", snapshot)
+    nbytes = worker.runner.sessions.nbytes
+    worker.runner.sessions.close("b")
+    monkeypatch.setattr(worker.runner.sessions, "max_bytes", nbytes)
+    worker.restore("b", snapshot)
+    worker.runner.sessions.close("b")
     monkeypatch.setattr(worker.runner.sessions, "max_bytes", 10)
-    assert refusal(worker, snapshot).code == "snapshot_too_large"
+    failure = refusal(worker, snapshot)
+    assert failure.code == "snapshot_too_large"
+    assert failure.message == f"the session needs {nbytes} bytes; all sessions here may hold 10"
     with pytest.raises(RequestFailed, match="may hold 10 bytes"):
         read_header(snapshot, max_bytes=10)
+
+
+def test_a_file_that_a_worker_does_not_see_is_refused(worker: Worker, tmp_path: Path) -> None:
+    """The front end may run on another machine: the answer says that all of them must see the folder."""
+    (answer,) = worker.rpc("restore_session", ("b", str(tmp_path / "elsewhere")))
+    assert answer == {"error": ["snapshot_storage", UNSEEN]}
 
 
 def test_a_live_id_is_not_overwritten(worker: Worker, snapshot: Path) -> None:
@@ -157,7 +171,7 @@ def test_a_live_id_is_not_overwritten(worker: Worker, snapshot: Path) -> None:
     worker.restore("b", snapshot)
     with pytest.raises(RequestFailed) as failure:
         worker.restore("b", snapshot)
-    assert failure.value.code == "session_exists"
+    assert str(failure.value) == "session_exists: a session of this id is live here"
     assert "b" in worker.runner.sessions
 
 

@@ -143,11 +143,28 @@ def test_a_session_without_a_chunk_and_an_unknown_one_cannot_be_saved(
     """The reason is named and no file is left."""
     worker = make_worker("null_world")
     execute(worker.runner, step(new=[new_request("r", session_id="young", prompt="a field")]))
-    for session_id in ("young", "nobody"):
+    for session_id, reason in (("young", "has no finished chunk yet"), ("nobody", "is not live here")):
         with pytest.raises(RequestFailed) as failure:
             worker.save(session_id, tmp_path / "none")
         assert failure.value.code == "unknown_session"
+        assert failure.value.message.startswith(f"session '{session_id}' {reason}")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_session_is_complete_before_it_is_described(
+    make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of the last stage are applied first, and a GPU has written all that it was asked to."""
+    worker = make_worker("null_world")
+    calls: list[Any] = []
+    text_chunk(worker, "a", 0)
+    monkeypatch.setattr(worker.runner, "settle", calls.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
+    worker.snapshots.committed("a")
+    assert calls == ["a"]
+    worker.runner.device = torch.device("cuda", 0)
+    worker.snapshots.committed("a")
+    assert calls == ["a", "a", worker.runner.device]
 
 
 def test_models_whose_sessions_end_with_their_request_say_so() -> None:

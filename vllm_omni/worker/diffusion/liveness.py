@@ -3,7 +3,7 @@
 
 A rank that waits in a collective for a dead one waits for minutes, and so does everybody who waits for a result; vLLM
 notices a worker's end, but gives the others 9 s to answer, and a stopped worker not at all. Here a thread of each rank
-(`Watchdog`) sends a datagram to every other each second. When one has ended, or has been silent for `timeout_s`, the
+(`Watchdog`) sends a datagram to every other twice a second. When one has ended, or has been silent for `timeout_s`, the
 rank logs why, kills the silent one if it is on this machine, and ends itself at once: vLLM's executor then reports a
 dead engine.
 
@@ -11,8 +11,8 @@ The thread proves that its process runs, not that the main thread makes progress
 left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself stopped (a debugger, Ctrl-Z, a paused
 machine) starts counting afresh. `end_rank` is the one way in which a rank ends itself, also when its own work has
 failed (`failing_together`). Knows no model and no scheduler; torch and vLLM, whose process groups say which ranks there
-are, are imported only where they are asked. Held by tests/worker/test_watchdog.py, test_rank_watch.py there and
-tests/engine/test_dead_stage.py.
+are, are imported only where they are asked. Held by tests/worker/test_watchdog.py, test_watchdog_thread.py and
+test_rank_watch.py there, and tests/engine/test_dead_stage.py.
 """
 
 import contextlib
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm." + __name__)
 
-_BEAT_S = 0.5
-_OWN_GAP_S = 2.0
+_OWN_GAP_BEATS = 4
 """A thread that was held up for so long cannot tell whether the others were."""
-_GRACE_S = 2.0
+_GRACE_BEATS = 4
 """How long a rank may outlive another: on an orderly shutdown all end, one after the other."""
 
 
@@ -54,7 +53,10 @@ class Peer:
 
 @dataclass
 class Watchdog:
-    """This rank's end. listen: a bound UDP socket, which it takes over. token: the same for all ranks, sent along."""
+    """This rank's end. listen: a bound UDP socket, which it takes over. token: the same for all ranks, sent along.
+
+    beat_s: time from one datagram to the next.
+    """
 
     rank: int
     listen: socket.socket
@@ -62,6 +64,7 @@ class Watchdog:
     machine: str
     token: bytes
     timeout_s: float
+    beat_s: float = 0.5
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
@@ -97,9 +100,9 @@ class Watchdog:
             for peer in self.peers:
                 with contextlib.suppress(OSError):  # a full buffer or a dead address: the next beat, or its silence
                     self.listen.sendto(beat, peer.address)
-            ready = {descriptor for descriptor, _ in poll.poll(_BEAT_S * 1e3)}
+            ready = {descriptor for descriptor, _ in poll.poll(self.beat_s * 1e3)}
             now = time.monotonic()
-            if now - looked > _OWN_GAP_S:
+            if now - looked > _OWN_GAP_BEATS * self.beat_s:
                 heard = dict.fromkeys(heard, now)
             looked = now
             for descriptor in ready & ends.keys():
@@ -107,13 +110,13 @@ class Watchdog:
                 ended = ended or (now, ends[descriptor])
             for rank in self._take_in():
                 heard[rank] = now
-            if ended is not None and now - ended[0] > _GRACE_S:
+            if ended is not None and now - ended[0] > _GRACE_BEATS * self.beat_s:
                 self._give_up(f"rank {ended[1].rank} (process {ended[1].pid}) has ended", ())
             silent = [peer for peer in self.peers if now - heard[peer.rank] > self.timeout_s]
             if silent:
                 ranks = ", ".join(f"{peer.rank} (process {peer.pid})" for peer in silent)
                 self._give_up(f"nothing was heard of rank {ranks} for {self.timeout_s:g} s", silent)
-            time.sleep(max(0.0, looked + _BEAT_S - time.monotonic()))
+            time.sleep(max(0.0, looked + self.beat_s - time.monotonic()))
 
     def _take_in(self) -> list[int]:
         ranks: list[int] = []

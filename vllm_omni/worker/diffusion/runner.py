@@ -61,8 +61,6 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
         self.partition = self.omni.partition
         """Layers of each stage since they were last moved, or as loaded; () = as even as possible."""
-        self.kv_caches: list[torch.Tensor] = []
-        self.model_memory_usage = 0
 
     # -- start, called by the worker ----------------------------------------------------------------------------
 

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that one logger logs, also where vLLM has configured its loggers anew and caplog hears nothing."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def logged(logger: logging.Logger) -> Iterator[list[str]]:
+    """The texts since the block began, from INFO on."""
+    found: list[str] = []
+
+    class Found(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler, level = Found(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

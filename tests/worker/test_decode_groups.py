@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunks of one forward share a decode, and what a shared decode that fails costs, on a fake model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.requests import RequestState
+from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream, deliverable
+
+
+class Model:
+    """Its chunks are a letter: those of one letter may share a decode. most: of so many, by number of the request."""
+
+    def __init__(self, most: dict[str, int], fails: str = "") -> None:
+        self.most, self.fails = most, fails
+        self.decoded: list[str] = []
+
+    def batch_key(self, request: Any) -> str:
+        return str(request.params.prompt)
+
+    def most_decoded_together(self, request: Any) -> int:
+        return self.most[request.request_id]
+
+    def post_decode_together(self, batch: Any) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        if self.batch_key(batch[0]) == self.fails:
+            raise RuntimeError("no room for so many")
+        self.decoded.append("".join(request.request_id for request in batch))
+        return [({"of": request.request_id}, {"frames": torch.tensor(int(request.request_id))}) for request in batch]
+
+
+def states(letters: str) -> list[RequestState]:
+    """Chunks 0, 1, 2, ..., which began a second after one another."""
+    found = []
+    for number, letter in enumerate(letters):
+        params = DiffusionParams(session_id=f"s{number}", prompt=letter)
+        session = SimpleNamespace(session_id=f"s{number}", chunk_index=number)
+        request: DiffusionRequest[Any, Any] = DiffusionRequest(str(number), params, {}, session)
+        found.append(RequestState(str(number), params, {}, chunk=request, started_s=-float(number)))
+    return found
+
+
+def chunk_end(model: Any, *, decodes: bool = True) -> ChunkEnd:
+    results = ResultStream(torch.device("cpu"), overlap=False)
+    unused: Any = None
+    return ChunkEnd(model, unused, unused, unused, results, decodes=decodes, shares_decode=False, overlap=False)
+
+
+@pytest.mark.parametrize(
+    ("letters", "most", "groups"),
+    [
+        ("a", [4], []),
+        ("aa", [4, 4], ["01"]),
+        ("aa", [2, 2], ["01"]),
+        ("aaa", [4, 4, 4], ["012"]),
+        ("aaa", [4, 2, 4], ["01"]),
+        ("aaa", [2, 4, 4], ["01"]),
+        ("aaaa", [4, 2, 4, 4], ["01", "23"]),
+        ("aaa", [1, 4, 4], ["12"]),
+        ("aa", [1, 4], []),
+        ("baa", [4, 4, 4], ["12"]),
+        ("abab", [4, 4, 4, 4], ["02", "13"]),
+    ],
+)
+def test_chunks_that_may_share_a_decode_do(letters: str, most: list[int], groups: list[str]) -> None:
+    """As many as the most careful of them allows; one that is left over is decoded alone later."""
+    model = Model({str(number): each for number, each in enumerate(most)})
+    chunks = states(letters)
+    chunk_end(model).decode_together(chunks)
+    assert model.decoded == groups
+    assert [state.request_id for state in chunks if state.pending] == sorted("".join(groups))
+    for state in chunks:
+        if state.pending is not None:
+            meta, tensors = unpack(state.pending.envelope())
+            assert (meta["session_id"], meta["chunk_index"]) == (f"s{state.request_id}", int(state.request_id))
+            assert (meta["of"], int(tensors["frames"])) == (state.request_id, int(state.request_id))
+            assert list(meta["timings_ms"]) == ["decode", "total"]
+
+
+def test_every_result_tells_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its chunk's begin, though others were decoded with it."""
+    chunks = states("aaa")
+    chunk_end(Model(dict.fromkeys("012", 4))).decode_together(chunks)
+    monkeypatch.setattr("vllm_omni.model_executor.results.time", SimpleNamespace(perf_counter=lambda: 1.0))
+    totals = [unpack(state.pending.envelope())[0]["timings_ms"]["total"] for state in chunks if state.pending]
+    assert totals == [[1000.0], [2000.0], [3000.0]]
+
+
+def test_failed_chunks_and_those_with_a_result_are_left_out() -> None:
+    model, chunks = Model(dict.fromkeys("01234", 4)), states("aaaaa")
+    end = chunk_end(model)
+    end.decode_together(chunks[:2])
+    chunks[2].failure = RequestFailed("non_finite", "of another rank")
+    first = [state.pending for state in chunks[:2]]
+    end.decode_together(chunks)
+    assert model.decoded == ["01", "34"]
+    assert [state.pending for state in chunks[:2]] == first
+    assert chunks[2].pending is None
+
+
+def test_a_rank_that_does_not_decode_shares_none() -> None:
+    model, chunks = Model(dict.fromkeys("01", 4)), states("aa")
+    chunk_end(model, decodes=False).decode_together(chunks)
+    assert model.decoded == []
+
+
+def test_a_model_without_shared_decodes_is_asked_for_none() -> None:
+    chunks = states("aa")
+    chunk_end(SimpleNamespace()).decode_together(chunks)
+    assert [state.pending for state in chunks] == [None, None]
+
+
+def test_a_shared_decode_that_fails_leaves_the_others_of_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Its chunks are decoded alone later; the log says why."""
+    model, chunks = Model(dict.fromkeys("01234", 4), fails="a"), states("aaabb")
+    chunk_end(model).decode_together(chunks)
+    assert model.decoded == ["34"]
+    assert [state.pending is None for state in chunks] == [True, True, True, False, False]
+    (record,) = caplog.records
+    assert record.getMessage() == "a decode of 3 chunks failed; each is decoded alone"
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "no room for so many"
+
+
+MIB = 1 << 20
+
+
+def test_results_beyond_one_message_wait_for_later_steps() -> None:
+    """20 MiB in each; one that is larger alone still goes out, and small ones fill the room behind a large one."""
+    sizes = {"0": 12 * MIB, "1": 12 * MIB, "2": 8 * MIB, "3": 1}
+    outputs = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+    requests = states("aaaa")
+    assert deliverable(requests, outputs) == {name: outputs[name] for name in ("0", "2")}
+    assert [state.held_back is None for state in requests] == [True, False, True, False]
+    assert deliverable([requests[1], requests[3]], {}) == {name: outputs[name] for name in ("1", "3")}
+
+
+def test_a_request_without_a_result_holds_up_nobody() -> None:
+    large = torch.empty(30 * MIB, dtype=torch.uint8)
+    assert deliverable(states("aa"), {"1": large}) == {"1": large}

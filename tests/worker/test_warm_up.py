@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm-up: its chunks, the bytes that sessions may hold, and layers that move by its times."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.logged import logged
+from vllm.distributed import parallel_state
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.requests import RequestState
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion import warm_up as module
+from vllm_omni.worker.diffusion.warm_up import rebalance, warm_up
+
+
+def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
+    """The requests that are admitted from now on."""
+    found: list[RequestState] = []
+    admit = runner.admission.admit
+
+    def noted(state: RequestState, *args: Any) -> None:
+        found.append(state)
+        admit(state, *args)
+
+    monkeypatch.setattr(runner.admission, "admit", noted)
+    return found
+
+
+def test_a_warm_up_fixes_the_bytes_of_sessions(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of this rank, and no more than `max_session_bytes`; all ranks take the least. No session is left."""
+    runner = make_runner(null_world, {"max_session_bytes": 3 << 28, "max_sessions": 5})
+    one = 4 * 4 * 6 * 4
+    budgets: list[tuple[int, int]] = []
+    monkeypatch.setattr(runner.agreement, "budget", lambda *asked: budgets.append(asked) or (1 << 29))
+    runner.model_config.dtype = torch.float32
+    runner.vllm_config.cache_config.kv_cache_memory_bytes = 1 << 30
+    with logged(module.logger) as messages:
+        seconds = warm_up(runner)
+    assert 0 < seconds < 600
+    assert budgets == [(3 << 28, one)]
+    assert runner.sessions.max_bytes == 1 << 29
+    assert len(runner.sessions) == 0
+    assert messages == ["sessions may hold 0.50 GiB (0.00 GiB for one of the largest shape, at most 5 sessions)"]
+
+
+def test_the_first_chunk_of_a_warm_up_loses_all_that_it_may(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session at full quality, then one whose first chunk has every degradation: both take memory."""
+    runner = make_runner(null_world, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
+    chunks = 2
+    inputs = chunks * list(runner.model.warmup_inputs())
+    monkeypatch.setattr(runner.model, "warmup_inputs", lambda: inputs)
+    found = admitted(runner, monkeypatch)
+    warm_up(runner)
+    assert [state.request_id for state in found] == 2 * [f"warm-up-{number}" for number in range(chunks)]
+    assert [state.degradations for state in found] == chunks * [()] + [("fewer_steps",)] + (chunks - 1) * [()]
+    for state in found:
+        assert state.done
+        assert state.chunk is not None
+        assert state.chunk.state is None, "its working set is let go"
+        assert not runner.sessions.is_pinned(state.chunk.session.session_id)
+
+
+@pytest.mark.parametrize(("where", "fails_at"), [("prepare_encode", 0), ("denoise_step", 2)])
+def test_a_chunk_that_fails_ends_the_start(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, where: str, fails_at: int
+) -> None:
+    runner = make_runner(null_world)
+    work, calls = getattr(runner.model, where), []
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > fails_at:
+            raise RequestFailed("unsupported", "not on this machine")
+        return work(*args)
+
+    monkeypatch.setattr(runner.model, where, fail)
+    with pytest.raises(RuntimeError, match=r"^warm-up failed: unsupported: not on this machine$"):
+        warm_up(runner)
+
+
+@pytest.mark.parametrize(
+    ("omni", "model_allows", "together"),
+    [
+        ({"max_sessions": 4}, 8, [4]),
+        ({"max_sessions": 8, "max_requests_per_step": 3}, 8, [3]),
+        ({"max_sessions": 8}, 2, [2]),
+        ({"max_sessions": 8}, 1, []),
+    ],
+)
+def test_a_warm_up_decodes_together_what_will_be_at_most(
+    make_runner: Any,
+    lingbot_world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    omni: dict[str, Any],
+    model_allows: int,
+    together: list[int],
+) -> None:
+    """Its last chunk, so often: of sessions there are, in a step, by the model."""
+    runner = make_runner(lingbot_world, {"batch_invariant": False, **omni})
+    found = admitted(runner, monkeypatch)
+    decoded: list[list[Any]] = []
+    monkeypatch.setattr(runner.model, "most_decoded_together", lambda request: model_allows)
+    monkeypatch.setattr(runner.model, "post_decode_together", decoded.append)
+    warm_up(runner)
+    assert len(found) > 1
+    assert decoded == [count * [found[-1].chunk] for count in together]
+
+
+def test_a_stage_behind_others_computes_from_what_they_sent() -> None:
+    """Through vLLM's own messages, which ranks that share layers divide among them."""
+    tp, sent, seen = object(), {"hidden": torch.ones(1)}, []
+    received = {"hidden": torch.zeros(1)}
+
+    def recv_tensor_dict(*, all_gather_group: Any) -> Any:
+        assert all_gather_group is tp
+        return received
+
+    def send_tensor_dict(tensors: Any, *, all_gather_group: Any) -> None:
+        assert all_gather_group is tp
+        seen.append(tensors)
+
+    def micro_step(states: Any, tensors: Any, outputs: Any) -> IntermediateTensors:
+        seen.extend([states, tensors.tensors, outputs])
+        return IntermediateTensors(sent)
+
+    state: Any = SimpleNamespace(request_id="r", failure=None)
+    pp = SimpleNamespace(is_first_rank=False, recv_tensor_dict=recv_tensor_dict, send_tensor_dict=send_tensor_dict)
+    role = SimpleNamespace(take_answers=seen.append, micro_step=micro_step, listen=lambda: seen.append("listens"))
+    module._step(SimpleNamespace(pp=pp, tp=tp, role=role), state)  # type: ignore[arg-type]
+    assert seen == [["r"], [state], received, {}, sent, "listens"]
+
+
+def test_layers_that_cannot_move_are_an_error(make_runner: Any, null_world: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^omni\.pipeline_partition 'measured': the layers of NullWorldPipeline cannot"
+    ):
+        make_runner(null_world, {"pipeline_partition": "measured"})
+
+
+def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
+    runner = make_runner(causal_wan, {"pipeline_partition": "measured"})
+    assert runner.partition == (runner.model.num_layers,)
+
+
+class Pipeline:
+    """One rank of two stages of two ranks each, and one that only decodes. times: of the others, by rank."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[int, tuple[int, float, int, float]]) -> None:
+        self.times = times
+        self.shared: list[Any] = []
+        self.model = mock.MagicMock(partition=(5, 5), num_layers=10)
+        self.moves: list[Any] = []
+        monkeypatch.setattr(module, "LayerMove", lambda *args: args)
+        self.model.move_layers.side_effect = self.moves.append
+        monkeypatch.setattr(parallel_state, "_WORLD", SimpleNamespace(world_size=5, cpu_group="all"))
+        monkeypatch.setattr(dist, "all_gather_object", self.gather)
+
+    def gather(self, found: list[Any], mine: Any, group: str) -> None:
+        assert group == "all"
+        assert len(found) == 5
+        self.shared.append(mine)
+        found[:] = [*self.times.values(), mine]
+
+    def runner(self, stage: int) -> Any:
+        pp = SimpleNamespace(rank_in_group=stage, world_size=3, ranks=[1, 3, 4], device_group="stages")
+        omni = SimpleNamespace(vae_stage=True)
+        return SimpleNamespace(pp=pp, omni=omni, model=self.model, device=torch.device("cpu"), partition=())
+
+
+def others(*of_stages: tuple[int, float, int, float]) -> dict[int, tuple[int, float, int, float]]:
+    return dict(enumerate(of_stages))
+
+
+@pytest.mark.parametrize(
+    ("mine", "rest", "partition"),
+    [
+        # The second stage's steps take 5 ms more than its layers, as long as 5 of them.
+        ((5.0, 0.0), [(0, 4.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 9.0, 3, 0.0)], [8, 2]),
+        # Its slower rank decodes for 12 ms at a chunk's end: 4 layers in 3 passes.
+        ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 12.0), (1, 5.0, 3, 1.0)], [7, 3]),
+        ((5.0, 12.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [3, 7]),
+        ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [5, 5]),
+    ],
+)
+def test_layers_move_so_that_the_slowest_stage_is_as_fast_as_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+    mine: tuple[float, float],
+    rest: list[tuple[int, float, int, float]],
+    partition: list[int],
+) -> None:
+    """A stage's step is the median of a chunk's; the times of a VAE stage do not count."""
+    step_ms, decode_ms = mine
+    pipeline = Pipeline(monkeypatch, others(*rest, (2, 0.0, 1, 1000.0)))
+    runner = pipeline.runner(0)
+    times = {"steps": [step_ms, 100.0, step_ms], "decode": [decode_ms / 2] * 2}
+    with logged(module.logger) as messages:
+        rebalance(runner, times)
+    assert pipeline.shared == [(0, step_ms, 3, decode_ms)]
+    assert runner.partition == tuple(partition)
+    moved = [([1, 3], 0, (5, 5), partition, "stages")] if partition != [5, 5] else []
+    assert pipeline.moves == moved
+    (message,) = messages
+    assert message.startswith("pipeline stages cost [StageCost(")
+    assert message.endswith(f")]: {partition} layers each")
+
+
+def test_memory_of_layers_that_went_away_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the device, once nothing uses it: the budget of sessions is measured after that."""
+    pipeline = Pipeline(monkeypatch, others((0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0), (2, 0.0, 1, 0.0)))
+    runner = pipeline.runner(0)
+    runner.device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", pipeline.moves.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pipeline.moves.append(("empty",)))
+    rebalance(runner, {"steps": [5.0] * 3})
+    assert pipeline.moves[1:] == [runner.device, ("empty",)]
+
+
+def test_a_stage_without_layers_has_no_times_and_moves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But it knows the partition, which is part of every snapshot."""
+    rest = [(0, 5.0, 3, 0.0), (0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0)]
+    pipeline = Pipeline(monkeypatch, others(*rest))
+    runner = pipeline.runner(2)
+    rebalance(runner, {})
+    assert pipeline.shared == [(2, 0.0, 1, 0.0)]
+    assert runner.partition == (8, 2)
+    assert pipeline.moves == []

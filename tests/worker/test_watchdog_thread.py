@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's watchdog: its datagrams, whom it believes to be alive, and the end of its process (here only noted)."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from vllm.distributed import parallel_state
+from vllm.utils import network_utils
+
+from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.processes import machine_id
+from vllm_omni.worker.diffusion.liveness import Peer, Watchdog, answers_steps, end_rank, watch_other_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:(?s)Exception in thread RankWatchdog.*SystemExit"),  # by `exits`
+]
+TOKEN, RANK, BEAT_S = b"token of sixteen", 258, 0.1
+HERE, ELSEWHERE = "this machine", "another machine"
+NO_PROCESS = 2**30
+"""Beyond the largest id a process may have."""
+SOON_S = 20.0
+"""An upper bound for a busy machine."""
+
+
+def bound() -> socket.socket:
+    listen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    listen.bind(("127.0.0.1", 0))
+    listen.settimeout(SOON_S)
+    return listen
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
+    """Exit codes of this process, which goes on: only the thread that ends it ends."""
+    codes: queue.Queue[int] = queue.Queue()
+
+    def leave(code: int) -> None:
+        codes.put(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    return codes
+
+
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[bytes]"]:
+    """Another rank's process."""
+    sleeping = subprocess.Popen(["sleep", "600"])
+    yield sleeping
+    sleeping.kill()
+    sleeping.wait()
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[..., Watchdog]]:
+    """`watch(*peers, timeout_s=..., listen=...)` -> a watchdog that was started; its end is awaited."""
+    dogs: list[Watchdog] = []
+
+    def start(*peers: Peer, timeout_s: float = 60.0, listen: socket.socket | None = None) -> Watchdog:
+        dog = Watchdog(RANK, listen or bound(), peers, HERE, TOKEN, timeout_s, beat_s=BEAT_S)
+        dog.start()
+        dogs.append(dog)
+        return dog
+
+    yield start
+    for dog in dogs:
+        dog.stop()
+    for thread in threads():
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "RankWatchdog"]
+
+
+def beat(rank: int, token: bytes = TOKEN) -> bytes:
+    return token + rank.to_bytes(4, "little")
+
+
+def test_every_other_rank_gets_a_datagram_at_each_beat(watch: Callable[..., Watchdog]) -> None:
+    """Also behind one whose address takes none, and no sooner because others send many."""
+    first, second = bound(), bound()
+    unreachable = Peer(1, NO_PROCESS, ELSEWHERE, ("127.0.0.1", 0))
+    peers = [Peer(rank, NO_PROCESS, ELSEWHERE, end.getsockname()) for rank, end in ((2, first), (3, second))]
+    dog = watch(unreachable, *peers)
+    address = dog.listen.getsockname()
+    began_s = time.monotonic()
+    for _ in range(6):
+        for listen in (first, second):
+            assert listen.recv(64) == TOKEN + b"\2\1\0\0"
+            listen.sendto(beat(2), address)
+    assert 4.5 * BEAT_S < time.monotonic() - began_s < 5 * 1.0
+
+
+def test_silent_ranks_of_other_machines_are_named_and_left_alone(
+    watch: Callable[..., Watchdog],
+    exits: "queue.Queue[int]",
+    process: "subprocess.Popen[bytes]",
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    end = bound()
+    others = [Peer(rank, process.pid, ELSEWHERE, end.getsockname()) for rank in (1, 2)]
+    began_s = time.monotonic()
+    watch(*others, timeout_s=0.5)
+    assert exits.get(timeout=SOON_S) == ENGINE_DIED
+    assert time.monotonic() - began_s > 0.5
+    pid = process.pid
+    assert caplog.messages == [
+        f"rank {RANK} ends itself, so that the engine is reported dead: nothing was heard of rank 1 (process {pid}), "
+        f"2 (process {pid}) for 0.5 s"
+    ]
+    assert process.poll() is None
+
+
+def test_a_silent_rank_of_this_machine_is_killed(
+    watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
+) -> None:
+    """A stopped one would else keep its device's memory."""
+    watch(Peer(1, process.pid, HERE, bound().getsockname()), timeout_s=0.5)
+    assert exits.get(timeout=SOON_S) == ENGINE_DIED
+    assert process.wait(SOON_S) == -signal.SIGKILL
+
+
+def test_a_rank_that_has_ended_before_the_first_beat_is_silent(
+    watch: Callable[..., Watchdog], exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
+) -> None:
+    watch(Peer(1, NO_PROCESS, HERE, bound().getsockname()), timeout_s=0.5)
+    assert exits.get(timeout=SOON_S) == ENGINE_DIED
+    assert f"nothing was heard of rank 1 (process {NO_PROCESS}) for 0.5 s" in caplog.text
+
+
+def test_a_rank_outlives_another_for_some_beats_only(
+    watch: Callable[..., Watchdog],
+    exits: "queue.Queue[int]",
+    process: "subprocess.Popen[bytes]",
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its process has ended: nobody waits for its silence. Another one lives, and there is one elsewhere."""
+    address = bound().getsockname()
+    living = Peer(1, os.getpid(), HERE, address)
+    ending = Peer(2, process.pid, HERE, address)
+    watch(living, ending, Peer(3, NO_PROCESS, ELSEWHERE, address))
+    time.sleep(6 * BEAT_S)
+    assert exits.empty()
+    process.kill()
+    began_s = time.monotonic()
+    assert exits.get(timeout=SOON_S) == ENGINE_DIED
+    assert time.monotonic() - began_s > 3.5 * BEAT_S
+    assert caplog.text.rstrip().endswith(f"rank 2 (process {process.pid}) has ended")
+
+
+def test_an_orderly_shutdown_has_no_silence_and_no_ends(
+    watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
+) -> None:
+    """The thread ends, and nothing of it stays open."""
+    address = bound().getsockname()
+    before = set(os.listdir("/proc/self/fd"))
+    dog = watch(Peer(1, process.pid, HERE, address), timeout_s=0.5)
+    (thread,) = threads()
+    assert thread.daemon, "it must not keep its process alive"
+    process.kill()
+    time.sleep(2 * BEAT_S)
+    dog.stop()
+    dog.stop()
+    thread.join(SOON_S)
+    assert exits.empty()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_only_datagrams_with_the_token_count(
+    watch: Callable[..., Watchdog], exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two ranks one sends the engine's token, the other one another's."""
+    address = bound().getsockname()
+    others = [Peer(rank, NO_PROCESS, ELSEWHERE, address) for rank in (1, 2)]
+    dog, sender = watch(*others, timeout_s=1.0), bound()
+    deadline_s = time.monotonic() + SOON_S
+    while exits.empty() and time.monotonic() < deadline_s:
+        for datagram in (beat(1), beat(2, b"token of another"), beat(3), b"", b"\xff" * 64):
+            sender.sendto(datagram, dog.listen.getsockname() if dog.listen.fileno() >= 0 else address)
+        time.sleep(BEAT_S)
+    assert exits.get(timeout=SOON_S) == ENGINE_DIED
+    assert f"nothing was heard of rank 2 (process {NO_PROCESS}) for 1 s" in caplog.text
+
+
+def test_a_rank_that_is_heard_is_alive(watch: Callable[..., Watchdog], exits: "queue.Queue[int]") -> None:
+    dog, sender = watch(Peer(1, NO_PROCESS, ELSEWHERE, bound().getsockname()), timeout_s=1.0), bound()
+    address = dog.listen.getsockname()
+    for _ in range(15):
+        sender.sendto(beat(1), address)
+        time.sleep(BEAT_S)
+    assert exits.empty()
+
+
+class HeldUp(socket.socket):
+    """A socket whose first send takes longer than four beats, as when the machine was paused."""
+
+    held_up_s = 0.0
+
+    def sendto(self, *args: Any) -> int:
+        if not self.held_up_s:
+            self.held_up_s = 8 * BEAT_S
+            time.sleep(self.held_up_s)
+        return super().sendto(*args)
+
+
+def test_a_rank_that_was_held_up_itself_counts_afresh(
+    watch: Callable[..., Watchdog], exits: "queue.Queue[int]"
+) -> None:
+    listen = HeldUp(socket.AF_INET, socket.SOCK_DGRAM)
+    listen.bind(("127.0.0.1", 0))
+    began_s = time.monotonic()
+    watch(Peer(1, NO_PROCESS, ELSEWHERE, bound().getsockname()), timeout_s=0.5, listen=listen)
+    assert exits.get(timeout=SOON_S) == ENGINE_DIED
+    assert time.monotonic() - began_s > 8 * BEAT_S + 0.5
+
+
+def test_a_rank_that_ends_itself_logs_the_error(exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture) -> None:
+    error = ValueError("injected failure")
+    with pytest.raises(SystemExit):
+        end_rank(3, "its work failed", error)
+    assert exits.get_nowait() == ENGINE_DIED
+    (record,) = caplog.records
+    assert record.getMessage() == "rank 3 ends itself, so that the engine is reported dead: its work failed"
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
+
+
+@pytest.mark.parametrize("last_stage", [False, True])
+@pytest.mark.parametrize("first_of_its_stage", [False, True])
+def test_steps_are_answered_by_the_first_rank_of_the_last_stage(
+    monkeypatch: pytest.MonkeyPatch, last_stage: bool, first_of_its_stage: bool
+) -> None:
+    monkeypatch.setattr(parallel_state, "_PP", SimpleNamespace(is_last_rank=last_stage))
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(is_first_rank=first_of_its_stage))
+    assert answers_steps() == (last_stage and first_of_its_stage)
+
+
+class Groups:
+    """vLLM's groups of the second of four ranks, two stages of two. machines: those of both stages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
+        self.machines = machines
+        self.entries: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(parallel_state, "_WORLD", SimpleNamespace(rank=1, world_size=4))
+        monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=2, cpu_group="ranks of a stage"))
+        monkeypatch.setattr(parallel_state, "_PP", SimpleNamespace(world_size=2, cpu_group="stages"))
+        monkeypatch.setattr(dist, "all_gather_object", self.gather)
+
+    def gather(self, found: list[Any], mine: Any, group: str) -> None:
+        if group == "stages":
+            found[:] = [mine, [self.of(2 + place, each) for place, each in enumerate(mine)]]
+        else:
+            found[:] = [self.of(0, mine), mine]
+
+    def of(self, rank: int, mine: Any) -> Any:
+        """The same of another rank."""
+        machine = self.machines[rank // 2]
+        if isinstance(mine, str):
+            return machine
+        _, _, _, host, _, token = mine
+        self.entries.append((rank, 1000 + rank, machine, host, 5000 + rank, b"token of rank %02d" % rank))
+        assert len(token) == 16
+        return self.entries[-1]
+
+
+IPV6 = "lo" in Path("/proc/net/if_inet6").read_text().split() if Path("/proc/net/if_inet6").exists() else False
+
+
+@pytest.mark.parametrize(
+    ("other_machine", "address", "family", "used"),
+    [
+        (False, "127.0.0.2", socket.AF_INET, "127.0.0.1"),
+        (True, "127.0.0.2", socket.AF_INET, "127.0.0.2"),
+        pytest.param(True, "::1", socket.AF_INET6, "::1", marks=pytest.mark.skipif(not IPV6, reason="no IPv6 here")),
+    ],
+)
+def test_ranks_exchange_addresses_and_a_token(
+    monkeypatch: pytest.MonkeyPatch, other_machine: bool, address: str, family: int, used: str
+) -> None:
+    """On one machine all listen on the loopback interface, else on the host's address; the first one's token counts."""
+    here = machine_id()
+    groups = Groups(monkeypatch, here, "another machine" if other_machine else here)
+    monkeypatch.setattr(network_utils, "get_ip", lambda: address)
+    started: list[Watchdog] = []
+    monkeypatch.setattr(Watchdog, "start", lambda dog: started.append(dog))
+    dog = watch_other_ranks(7.5)
+    with dog.listen as listen:
+        assert (listen.family, listen.type) == (family, socket.SOCK_DGRAM)
+        assert listen.getsockname()[0] == used
+        assert listen.getsockname()[1] >= 1024
+    assert started == [dog]
+    assert (dog.rank, dog.machine, dog.timeout_s, dog.token) == (1, here, 7.5, b"token of rank 00")
+    assert [peer.rank for peer in dog.peers] == [0, 2, 3]
+    entries = {entry[0]: entry for entry in groups.entries}
+    for peer in dog.peers:
+        rank, pid, machine, host, port, _ = entries[peer.rank]
+        assert peer == Peer(rank, pid, machine, (host, port))
+        assert host == used

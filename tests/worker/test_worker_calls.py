@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DiffusionWorkerMixin`: a worker's calls, on a stock worker that does nothing and a runner in this process."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.scheduling import execute, new_request, step
+from helpers.snapshot_steps import Worker, text_chunk
+
+from vllm_omni.worker.diffusion import worker as diffusion_worker
+from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
+
+
+class Stock:
+    """vLLM's worker, which notes how it was called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.use_v2_model_runner = True
+        self.calls: list[Any] = [(args, kwargs)]
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.calls.append(scheduler_output)
+        return "output"
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append((args, kwargs))
+
+
+class Mixed(DiffusionWorkerMixin, Stock):  # type: ignore[misc]
+    pass
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(diffusion_worker, "end_with_parent", lambda: None)
+    mixed: Any = Mixed("config", rank=3)
+    mixed.device = torch.device("cpu")
+    return mixed
+
+
+class Called(Worker):
+    """RPCs reach the worker by name, as vLLM's executors call them."""
+
+    def __init__(self, worker: Any, runner: Any) -> None:
+        super().__init__(runner)
+        self.worker = worker
+        worker.model_runner = runner
+
+    def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+
+def test_a_worker_takes_no_path_of_a_second_generation_runner(worker: Any) -> None:
+    """Ours is of neither generation."""
+    assert worker.calls == [(("config",), {"rank": 3})]
+    assert worker.use_v2_model_runner is False
+
+
+def test_a_worker_makes_our_runner_for_its_device(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion_worker, "DiffusionGPUModelRunner", lambda *args: args)
+    worker.vllm_config = "config"
+    assert worker._make_model_runner() == ("config", worker.device)
+
+
+def test_sessions_are_saved_and_restored_by_calls(
+    worker: Any, make_runner: Any, null_world: Path, tmp_path: Path
+) -> None:
+    """As a snapshot and as a checkpoint; the digests of weights and configuration are made once."""
+    called = Called(worker, make_runner(null_world))
+    text_chunk(called, "a", 0)
+    called.save("a", tmp_path / "snapshot")
+    called.checkpoint("a", tmp_path / "checkpoint")
+    assert (tmp_path / "snapshot").read_bytes() == (tmp_path / "checkpoint").read_bytes()
+    called.restore("b", tmp_path / "snapshot")
+    called.restore("c", tmp_path / "checkpoint")
+    assert called.bits("a") == called.bits("b") == called.bits("c")
+    assert worker.snapshots is worker.snapshots
+    assert worker.session_stats()["sessions"] == 3
+
+
+def test_a_session_at_work_is_not_closed_by_a_call(worker: Any, make_runner: Any, null_world: Path) -> None:
+    called = Called(worker, make_runner(null_world))
+    text_chunk(called, "idle", 0)
+    execute(called.runner, step(new=[new_request("r", session_id="busy", prompt="a field")]))
+    assert [worker.close_session(session_id) for session_id in ("idle", "busy", "nobody")] == [True, False, False]
+    assert "busy" in called.runner.sessions
+    assert "idle" not in called.runner.sessions
+
+
+def test_a_reload_passes_on_and_makes_digests_void(worker: Any) -> None:
+    worker.model_runner = SimpleNamespace()
+    forgotten: list[bool] = []
+    worker.snapshots.forget_weights = lambda: forgotten.append(True)
+    worker.reload_weights("iterator", weights_path="there")
+    assert worker.calls[1:] == [(("iterator",), {"weights_path": "there"})]
+    assert forgotten == [True]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_the_rank_that_answers_steps_is_heard(worker: Any, monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    """An exception of its step is the engine's answer; of another rank's the engine would never learn."""
+    heard: list[bool] = []
+
+    @contextlib.contextmanager
+    def failing_together(**how: bool) -> Iterator[None]:
+        heard.append(how["heard"])
+        yield
+
+    monkeypatch.setattr(diffusion_worker, "answers_steps", lambda: answers)
+    monkeypatch.setattr(diffusion_worker, "failing_together", failing_together)
+    worker.model_runner = SimpleNamespace(role=SimpleNamespace(listen=lambda: worker.calls.append("listens")))
+    assert worker.execute_model("step") == "output"
+    assert worker.calls[1:] == ["step", "listens"]
+    assert heard == [answers]
+
+
+@pytest.mark.parametrize(("ranks", "timeout_s", "watched"), [(1, 5.0, []), (2, None, []), (2, 5.0, [5.0, "stopped"])])
+def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, timeout_s: float | None, watched: list[Any]
+) -> None:
+    """An engine of one rank has nobody to watch, and `rank_timeout_s` may say that none are watched."""
+    seen: list[Any] = []
+    used: list[int] = []
+
+    def watch_other_ranks(seconds: float) -> Any:
+        seen.append(seconds)
+        return SimpleNamespace(stop=lambda: seen.append("stopped"))
+
+    monkeypatch.setattr(diffusion_worker, "watch_other_ranks", watch_other_ranks)
+    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=ranks))
+    monkeypatch.setattr(diffusion_worker, "warm_up", lambda runner, before: used.append(before) or 1.5)
+    monkeypatch.setattr(diffusion_worker, "freeze_gc_heap", lambda: None)
+    worker.model_runner = SimpleNamespace(omni=SimpleNamespace(rank_timeout_s=timeout_s))
+    assert worker.compile_or_warm_up_model().language_model == 1.5
+    assert used == [0]
+    worker.shutdown()
+    assert seen == watched
+    assert worker.calls[1:] == ["shutdown"]
+
+
+def test_memory_of_a_device_is_told_by_a_call(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing on a CPU."""
+    assert worker.device_memory() == {}
+    worker.device = torch.device("cuda", 1)
+    answers = {"mem_get_info": (60, 100), "memory_allocated": 10, "memory_reserved": 20, "max_memory_allocated": 30}
+    for name, answer in answers.items():
+        found = {worker.device: answer}
+        monkeypatch.setattr(torch.cuda, name, found.__getitem__)
+    expected = {"used": 40, "total": 100, "torch_allocated": 10, "torch_reserved": 20, "torch_peak": 30}
+    assert worker.device_memory() == expected
