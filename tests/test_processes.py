@@ -20,7 +20,7 @@ from vllm_omni.processes import end_with_parent, engine_processes
 def worker():
     end_with_parent()
     print("worker", *engine_processes()["pids"], flush=True)
-    stay_until_killed()
+    time.sleep(60)
 
 def core():
     child = multiprocessing.get_context("spawn").Process(target=worker, name="Worker")
@@ -29,14 +29,14 @@ def core():
         end_with_parent()
     print("core", *engine_processes()["pids"], flush=True)
     child.join()
-    stay_until_killed()
+    time.sleep(60)
 
 if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=core, name="EngineCore")
     child.start()
     print("server", *engine_processes()["pids"], flush=True)
     child.join()
-    stay_until_killed()
+    time.sleep(60)
 """
 
 

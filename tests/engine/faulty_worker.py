@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers for `--worker-cls`: a model that fails on one rank or makes NaN, as a prompt says; stages that are slow."""
 
+import time
 from typing import Any
-
-from helpers.waits import pause
 
 from vllm_omni.worker import SharedGPUWorker
 
@@ -60,7 +59,7 @@ class _SlowStageWorker(SharedGPUWorker):
 
         def slow_step(*args: Any) -> Any:
             if self.model_runner.pp.rank_in_group == self.slow_stage:
-                pause(SLOW_STEP_S)
+                time.sleep(SLOW_STEP_S)
             return denoise_step(*args)
 
         model.denoise_step = slow_step

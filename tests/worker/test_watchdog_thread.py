@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers.waits import exactly
 from vllm.distributed import parallel_state
 from vllm.utils import network_utils
 
@@ -153,7 +154,7 @@ def test_a_rank_outlives_another_for_some_beats_only(
     living = Peer(1, os.getpid(), HERE, address)
     ending = Peer(2, process.pid, HERE, address)
     watch(living, ending, Peer(3, NO_PROCESS, ELSEWHERE, address))
-    time.sleep(6 * BEAT_S)
+    exactly(6 * BEAT_S)
     assert exits.empty()
     process.kill()
     began_s = time.monotonic()
@@ -172,7 +173,7 @@ def test_an_orderly_shutdown_has_no_silence_and_no_ends(
     (thread,) = threads()
     assert thread.daemon, "it must not keep its process alive"
     process.kill()
-    time.sleep(2 * BEAT_S)
+    exactly(2 * BEAT_S)
     dog.stop()
     dog.stop()
     thread.join(SOON_S)
