@@ -124,6 +124,7 @@ def test_an_aborted_first_chunk_leaves_no_session(runner: Any) -> None:
         ({"fail_in": "denoise", "fail_at": 3}, "engine_error"),
         ({"fail_in": "decode"}, "engine_error"),
         ({"nan_at": 2}, "non_finite"),
+        ({"nan_at": STEPS - 1}, "non_finite"),
         ({"stepz": 1}, "invalid_request"),
     ],
 )
@@ -269,9 +270,9 @@ def test_batch_invariance_decides_how_forwards_are_shared(
     assert seen == sizes
 
 
-@pytest.mark.parametrize("fail_at", [0, 2])
+@pytest.mark.parametrize(("fail_at", "names"), [(0, ["a", "bad", "c"]), (2, ["a", "bad", "c"]), (1, ["a", "bad"])])
 def test_an_exception_in_a_shared_forward_costs_only_its_request(
-    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int, names: list[str]
 ) -> None:
     """`batch_invariant` false: the others of the forward finish with the results they have alone."""
     runner = make_runner(null_world, {"batch_invariant": False})
@@ -281,7 +282,6 @@ def test_an_exception_in_a_shared_forward_costs_only_its_request(
         runner.model, "denoise_step", lambda batch, hidden=None: (sizes.append(len(batch)), forward(batch, hidden))[1]
     )
     bad = {"fail_in": "denoise", "fail_at": fail_at}
-    names = ["a", "bad", "c"]
     requests = [
         chunk(name, name, 0, seed=seed, options=bad if name == "bad" else {}) for seed, name in enumerate(names)
     ]
@@ -290,11 +290,23 @@ def test_an_exception_in_a_shared_forward_costs_only_its_request(
     while len(results) < len(names):
         results.update({name: result for name, result in outcome.items() if result is not None})
         outcome = execute(runner, step(running=[name for name in names if name not in results]))
-    assert sizes[0] == 3 and 3 in sizes[: fail_at + 1], "the forward that fails is a shared one"
+    assert sizes[: fail_at + 1] == [len(names)] * (fail_at + 1), "the forward that fails is a shared one"
     assert isinstance(results["bad"], RequestFailed)
     solo = make_runner(null_world)
-    for seed, name in ((0, "a"), (2, "c")):
-        assert torch.equal(latents(results[name]), latents(run_to_end(solo, chunk(name, name, 0, seed=seed))[name]))
+    for seed, name in enumerate(names):
+        if name != "bad":
+            alone = run_to_end(solo, chunk(name, name, 0, seed=seed))[name]
+            assert torch.equal(latents(results[name]), latents(alone))
+
+
+def test_what_the_model_says_of_a_failed_step_reaches_the_client(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denoise_step(batch: Any, hidden: Any = None) -> Any:
+        raise RequestFailed("unsupported", "not with this camera")
+
+    monkeypatch.setattr(runner.model, "denoise_step", denoise_step)
+    failed = run_to_end(runner, chunk("r", "s", 0))["r"]
+    assert isinstance(failed, RequestFailed)
+    assert str(failed) == "unsupported: not with this camera"
 
 
 def test_a_failed_first_chunk_does_not_end_the_session_of_the_next_try(runner: Any) -> None:

@@ -25,7 +25,8 @@ class Channel:
     """Both ends of a return channel. Answers are as `ReturnChannel` carries them: by batch, in their order, flat."""
 
     def __init__(self) -> None:
-        self.expected: deque[list[Any]] = deque()
+        self.expected: list[list[Any]] = []
+        self.posted: deque[list[Any]] = deque()
         self.answers: deque[tuple[list[str], list[bool], list[torch.Tensor]]] = deque()
 
     def send(self, requests: Sequence[Any], ok: Sequence[bool], latents: Sequence[torch.Tensor]) -> None:
@@ -37,12 +38,16 @@ class Channel:
         self.expected.append(list(requests))
 
     def listen(self, model: Any) -> None:
-        """Answers come without being asked for."""
+        for batch in self.expected:
+            assert all(model.latents(request).numel() for request in batch)
+        self.posted.extend(self.expected)
+        self.expected.clear()
 
     def drain(self, request_ids: Iterable[str], apply: Callable[[Any, bool, torch.Tensor], None]) -> None:
+        assert not self.expected, "nobody has listened"
         wanted = set(request_ids)
-        while any(request.request_id in wanted for batch in self.expected for request in batch):
-            batch, (names, ok, latents) = self.expected.popleft(), self.answers.popleft()
+        while any(request.request_id in wanted for batch in self.posted for request in batch):
+            batch, (names, ok, latents) = self.posted.popleft(), self.answers.popleft()
             assert [request.request_id for request in batch] == names
             for request, fine, one in zip(batch, ok, latents, strict=True):
                 apply(request, fine, one)
@@ -69,6 +74,7 @@ class Stages:
         """One engine step; results as the last stage gives them to the engine."""
         with torch.inference_mode():
             message = self.first.execute_model(step(**requests))
+            self.first.role.listen()
             if not isinstance(message, IntermediateTensors):
                 self.last.execute_model(step(**requests))
                 return {}

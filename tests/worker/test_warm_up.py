@@ -91,9 +91,9 @@ def test_a_chunk_that_fails_ends_the_start(
 @pytest.mark.parametrize(
     ("omni", "model_allows", "together"),
     [
-        ({"max_sessions": 4}, 8, [4]),
-        ({"max_sessions": 8, "max_requests_per_step": 3}, 8, [3]),
-        ({"max_sessions": 8}, 2, [2]),
+        ({"max_sessions": 3}, 8, [3]),
+        ({"max_sessions": 8, "max_requests_per_step": 2}, 8, [2]),
+        ({"max_sessions": 8}, 3, [3]),
         ({"max_sessions": 8}, 1, []),
     ],
 )

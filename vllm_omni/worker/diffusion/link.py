@@ -16,7 +16,7 @@ flow one way only (last -> earlier) and in batch order, so a FIFO of posted rece
 CUDA promises no concurrency between streams either: where two share a hardware queue, the later one waits. So every
 rank issues its exchanges in batch order, and for each batch hidden states before the answer: an exchange then only
 waits for an earlier one. Receives of answers (`listen`) are therefore posted after the hidden states that they answer
-have been sent. Held by tests/worker/test_pipeline_parallel.py,
+have been sent. Held by tests/worker/test_pipeline_parallel.py, test_return_channel.py,
 test_stage_messages.py there, tests/engine/test_exchange_order.py and tests/engine/test_parallel.py.
 """
 

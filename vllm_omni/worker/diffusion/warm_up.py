@@ -4,7 +4,7 @@
 All ranks warm up together, outside vLLM's engine loop, so tensors between stages are sent and received here. With
 `omni.pipeline_partition` "measured" a session runs before, and layers move by its last chunk's times, decode and head
 included, so that the slowest stage is as fast as possible. Knows no model by name.
-Held by tests/worker/test_diffusion_model_runner.py, tests/engine/test_parallel.py and tests/engine/test_rebalance.py.
+Held by tests/worker/test_warm_up.py, tests/engine/test_parallel.py and tests/engine/test_rebalance.py.
 """
 
 import logging

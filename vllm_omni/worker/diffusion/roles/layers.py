@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline stage with layers that is not the last: hidden states go on, and answers come back.
 
-Held by tests/worker/test_pipeline_parallel.py, tests/engine/test_parallel.py and tests/engine/test_exchange_order.py.
+Held by tests/worker/test_two_stages.py, test_pipeline_parallel.py there, tests/engine/test_parallel.py and
+tests/engine/test_exchange_order.py.
 """
 
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,8 @@
 
 Admit new requests, agree which take part, run one forward per batch. A role decides how a batch's forward ends
 (`_after_forward`), the message to the next stage (`_hand_on`) and when the host waits for the device. A `StepTaker`
-decides which denoise steps this rank runs. Held by tests/worker/test_diffusion_model_runner.py, test_in_flight.py
-and test_overlap.py there, and tests/engine/test_parallel.py.
+decides which denoise steps this rank runs. Held by tests/worker/test_diffusion_model_runner.py, test_in_flight.py,
+test_overlap.py and test_two_stages.py there, and tests/engine/test_parallel.py.
 """
 
 import contextlib
