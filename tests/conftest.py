@@ -103,6 +103,15 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_offloader_left() -> Iterator[None]:
+    """vLLM's offloader is one of the process: it ends with the test that has set it."""
+    yield
+    from vllm.model_executor.offloader import set_offloader
+
+    set_offloader(None)
+
+
 @pytest.fixture(scope="session")
 def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """vLLM's process groups for a world of one, in this process."""

@@ -2,7 +2,7 @@
 """The weights of a runner: counted, kept on the host, replaced in place, and made up where none are needed."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,12 @@ import torch
 from helpers.snapshot_steps import Worker, text_chunk
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.offloader import set_offloader
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 SMALL = {"model": {"window_frames": 7, "sink_frames": 2}}
 MakeRunner = Callable[..., Any]
-
-
-@pytest.fixture
-def no_offloader_left() -> Iterator[None]:
-    yield
-    set_offloader(None)
 
 
 @pytest.fixture(scope="module")

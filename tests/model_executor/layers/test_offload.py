@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LayerOffloader`: layers in host memory compute the same bits, and the budget is kept and spread evenly."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,7 @@ from vllm_omni.model_executor.models.registry import get_family
 
 CPU = torch.device("cpu")
 ALL = 1 << 40
-
-
-@pytest.fixture(autouse=True)
-def no_offloader_left() -> Iterator[None]:
-    yield
-    set_offloader(None)
+pytestmark = pytest.mark.usefixtures("no_offloader_left")
 
 
 @pytest.fixture(scope="module")

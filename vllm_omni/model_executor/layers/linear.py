@@ -39,7 +39,7 @@ from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from vllm_omni.model_executor.layers.fp8_product import choose_product
+from vllm_omni.model_executor.layers.fp8_linear import choose_kernel
 from vllm_omni.model_executor.layers.int8_weights import Int8WeightMethod
 from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelContext, ShardedModule
 from vllm_omni.model_executor.layers.rounded_input import Input, product
@@ -134,7 +134,7 @@ class _OfRoundedInput(LinearBase):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        choose_product(self)
+        choose_kernel(self)
 
     def forward(self, input_: Input) -> Any:
         if isinstance(input_, QuantizedActivation):

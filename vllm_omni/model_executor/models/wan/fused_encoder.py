@@ -56,7 +56,7 @@ class FusedEncoder(FusedLayers):
 
 def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
     """Each residual block, and the frames of a later latent frame there."""
-    frames = 4
+    frames = 2 ** sum(isinstance(layer, WanResample) and layer.mode == "downsample3d" for layer in encoder.down_blocks)
     for layer in encoder.down_blocks:
         if isinstance(layer, WanResidualBlock):
             yield layer, frames

@@ -58,8 +58,8 @@ class FusedLayers:
     It keeps weights that it derives from some; `forget` them when weights were loaded.
 
     frames: parts of the network, each with the number of frames that its convolutions find in a latent frame (in a
-    stream's first one, 1). Those that find several combine them. Those that find one, and those of no part, are 3-D,
-    since cuDNN's is the faster one there: frames are small or have few channels.
+    stream's first one, 1). Those that find as many as `OF_FRAMES` knows combine them. Others, and those of no part, are
+    3-D, since cuDNN's is the faster one there: frames are small or have few channels.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FusedLayers:
             layer: OF_FRAMES[count]
             for part, count in frames
             for layer in part.modules()
-            if count > 1 and isinstance(layer, WanCausalConv3d) and layer.kernel_size == (3, 3, 3)
+            if count in OF_FRAMES and isinstance(layer, WanCausalConv3d) and layer.kernel_size == (3, 3, 3)
         }
         self._derived: dict[nn.Module, torch.Tensor] = {}
         for layer in network.modules():

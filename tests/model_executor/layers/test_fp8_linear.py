@@ -6,27 +6,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.kernels.linear.scaled_mm import cutlass
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
 
-from vllm_omni.model_executor.layers import fp8_product
-from vllm_omni.model_executor.layers.fp8_product import RowwiseFP8Kernel, choose_product
+from vllm_omni.model_executor.layers import fp8_linear
+from vllm_omni.model_executor.layers.fp8_linear import RowwiseFP8Kernel, choose_kernel
 from vllm_omni.model_executor.layers.rounded_input import round_tokens
 
-
-class Cutlass(CutlassFP8ScaledMMLinearKernel):
-    """Made without the layer and the card that vLLM's needs."""
-
-    def __init__(self, weights: Any) -> None:
-        self.config = type(
-            "Config", (), {"activation_quant_key": kFp8DynamicTokenSym, "weight_quant_key": weights, "out_dtype": None}
-        )()
-        self.layer_param_names = ("weight", "weight_scale", "input_scale", "input_scale_ub")  # type: ignore[assignment]
-        self.logical_output_size = None
+Cutlass = CutlassFP8ScaledMMLinearKernel
 
 
 def chosen(
@@ -36,16 +30,20 @@ def chosen(
     card: bool = True,
     shape: tuple[int, int] = (13824, 5120),
 ) -> type:
-    """The class of the kernel of a layer to which vLLM has given its CUTLASS kernel."""
-    monkeypatch.setattr(fp8_product, "_has_rowwise_cublas", lambda: card)
-    monkeypatch.setattr(fp8_product, "CutlassFP8ScaledMMLinearKernel", Cutlass)
-    monkeypatch.setattr(RowwiseFP8Kernel, "__init__", lambda *_: None)
+    """The class of the kernel of a layer to which vLLM has given its CUTLASS kernel. card: whether it has the other."""
+    monkeypatch.setattr(cutlass, "cutlass_fp8_supported", lambda: True)
+    monkeypatch.setattr(fp8_linear, "has_rowwise_cublas", lambda: card)
+    config = FP8ScaledMMLinearLayerConfig(weights, kFp8DynamicTokenSym, shape, torch.bfloat16, torch.bfloat16)
     layer = nn.Module()
     layer.weight = torch.empty(shape, device="meta")
     layer.quant_method = type("Method", (), {})()
-    layer.quant_method.fp8_linear = Cutlass(weights)
-    choose_product(layer)
-    return type(layer.quant_method.fp8_linear)
+    with set_current_vllm_config(VllmConfig()):
+        given = Cutlass(config, ("weight", "weight_scale", "input_scale", "input_scale_ub"))
+        layer.quant_method.fp8_linear = given
+        choose_kernel(layer)
+    taken = layer.quant_method.fp8_linear
+    assert taken.config is config and taken.layer_param_names == given.layer_param_names
+    return type(taken)
 
 
 def test_wide_layers_with_scales_of_rows_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +64,7 @@ def test_the_batch_invariant_mode_keeps_vllms_kernel(monkeypatch: pytest.MonkeyP
 
 def test_layers_without_fp8_weights_are_left_alone() -> None:
     layer = nn.Linear(4, 4)
-    choose_product(layer)
+    choose_kernel(layer)
     assert not hasattr(layer, "quant_method")
 
 

@@ -3,7 +3,7 @@
 
 vLLM's choice on NVIDIA cards is its CUTLASS kernel. On Hopper cuBLAS, which torch calls from CUDA 12.9 on, takes 9 to
 17 % less time for the wide layers of large video models, with the same errors (docs/architecture/speed_log.md).
-Held by tests/model_executor/layers/test_fp8_product.py.
+Held by tests/model_executor/layers/test_fp8_linear.py.
 """
 
 from functools import cache
@@ -43,7 +43,7 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
         return result.view(output_shape)
 
 
-def choose_product(layer: nn.Module) -> None:
+def choose_kernel(layer: nn.Module) -> None:
     """Let a layer whose weights were created, not yet loaded, multiply by `RowwiseFP8Kernel` if that is the faster."""
     method: Any = getattr(layer, "quant_method", None)
     kernel = getattr(method, "fp8_linear", None)
@@ -53,12 +53,13 @@ def choose_product(layer: nn.Module) -> None:
     if keys != (kFp8DynamicTokenSym, kFp8StaticChannelSym):
         return
     weight: Any = layer.weight
-    if min(weight.shape) >= _LEAST_WIDTH and _has_rowwise_cublas():
+    if min(weight.shape) >= _LEAST_WIDTH and has_rowwise_cublas():
         method.fp8_linear = RowwiseFP8Kernel(kernel.config, kernel.layer_param_names)
 
 
 @cache
-def _has_rowwise_cublas() -> bool:
+def has_rowwise_cublas() -> bool:
+    """Whether torch multiplies by cuBLAS here, where both sides have a scale for each row."""
     version = torch.version.cuda
     if version is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
