@@ -28,7 +28,17 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
+from common import (
+    add_output_arguments,
+    add_serving_arguments,
+    kernel_times,
+    precision_of,
+    run_request,
+    running_engine,
+    save,
+    trace_folder,
+    tracing,
+)
 
 _VOCABULARY = 151_665
 TARGETS_S = {"1024x1024": 4.5, "768x768": 2.3}
@@ -227,6 +237,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=ranks,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
+        **tracing(args, trace_folder(args, model.parent)),
     ) as engine:
         result["load_and_warm_up_s"] = round(time.perf_counter() - loading, 1)
         client = Client(engine, args)
@@ -235,6 +246,12 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             result[name] = await sections[name]()
             print(f"{name}: {json.dumps(result[name])}", flush=True)
             save(args.name, {"result": result}, args)  # finished sections are kept if the next one fails
+        if args.kernels:
+            size = (128, 128) if args.tiny else (1024, 1024)
+            result["kernels"] = await kernel_times(
+                engine, trace_folder(args, model.parent), lambda _: client.draw(*size), warm_chunks=1
+            )
+            save(args.name, {"result": result}, args)
     return result
 
 

@@ -17,4 +17,4 @@ class GraphsWorker(SharedGPUWorker):
 
     def graph_counts(self) -> list[int]:
         """`collective_rpc("graph_counts")`: captured graphs, kept rings."""
-        return [len(self._transformer.graphs), len(self._transformer.graphs.rings)]
+        return [len(self._transformer.graphs), len(self._transformer.graphs.kept)]

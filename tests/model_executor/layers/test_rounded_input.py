@@ -3,15 +3,14 @@
 
 import pytest
 import torch
-from torch import nn
+from helpers.rounded_layers import of_rounded_weight
 from torch.nn import functional
-from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticTensorSym
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, gelu_of
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rounded_input import LEAST_SCALE, round_tokens, takes_rounded
+from vllm_omni.model_executor.layers.rounded_input import LEAST_SCALE, round_tokens, split_tokens, takes_rounded
 
 TOKENS, WIDTH, OUT = 6, 32, 48
 on_a_gpu = [
@@ -20,33 +19,6 @@ on_a_gpu = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no card with FP8 products"
     ),
 ]
-
-
-class PlainProduct(CutlassFP8ScaledMMLinearKernel):
-    """What the kernel of that interface computes, for a device that has none; without its padding."""
-
-    def __init__(self) -> None:
-        self.config = type("Config", (), {"activation_quant_key": kFp8DynamicTokenSym})()  # type: ignore[assignment]
-
-    def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):  # type: ignore[no-untyped-def]
-        result = (A.float() * As) @ (B.float() * Bs.view(1, -1))
-        return (result if bias is None else result + bias.float()).to(out_dtype).view(output_shape)
-
-
-class RoundedMethod:
-    """As vLLM's methods of FP8 weights: the kernel is `fp8_linear`."""
-
-    def __init__(self) -> None:
-        self.fp8_linear = PlainProduct()
-
-
-def of_rounded_weight(layer: ColumnLinear | RowLinear) -> torch.Tensor:
-    """Round a layer's weight, a scale for each output channel; returns the weight it has now."""
-    weight = round_tokens(layer.weight.data, torch.float32)
-    layer.weight = nn.Parameter(weight.data.t(), requires_grad=False)
-    layer.weight_scale = nn.Parameter(weight.scale, requires_grad=False)
-    layer.quant_method = RoundedMethod()
-    return weight.data.float() * weight.scale
 
 
 def filled(layer: ColumnLinear | RowLinear) -> ColumnLinear | RowLinear:
@@ -90,6 +62,14 @@ def test_tokens_are_rounded_to_their_own_largest_number() -> None:
     assert torch.allclose(made.scale[:, 0], torch.tensor([4 / LARGEST, LEAST_SCALE, 2e-3 / LARGEST]), atol=0)
     assert torch.allclose(made.data.float() * made.scale, x, rtol=0.04)
     assert made.data.float()[0, 1] == -LARGEST
+
+
+def test_parts_of_an_input_keep_their_tokens_scales() -> None:
+    x = torch.randn(5, WIDTH)
+    parts = split_tokens(round_tokens(x, torch.bfloat16), 2)
+    assert [tuple(part.orig_shape) for part in parts] == [(2, WIDTH), (2, WIDTH), (1, WIDTH)]
+    assert torch.allclose(torch.cat([part.data.float() * part.scale for part in parts]), x, rtol=0.07, atol=0.01)
+    assert torch.equal(torch.cat(split_tokens(x, 2)), x)
 
 
 @pytest.mark.parametrize("key", [kFp8StaticTensorSym, None])

@@ -5,7 +5,7 @@ A graph repeats the host's decisions at its capture, so a caller names all of th
 written in place (`places`), and in a key slots, lengths, branches. Tensors that differ from call to call are inputs,
 copied to where the graph reads them; `steady` ones, whose numbers never change, only when another tensor comes.
 A stream whose K/V ring is full comes back to the same slots after one turn of the ring, and a session that takes the
-ring of one that has ended (`RingPool`) begins at its slots: a handful of graphs serves them for ever.
+ring of one that has ended (`KeptMemory`) begins at its slots: a handful of graphs serves them for ever.
 
 A key's first forward at its places runs as it is (and compiles lazy parts), its second is captured, later ones are
 replayed. Once a whole forward of some kind has run, its keys are captured at their first, so that a new session does
@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from vllm_omni.model_executor.layers.ring_pool import RingPool
+from vllm_omni.model_executor.layers.kept_memory import KeptMemory
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -171,8 +171,8 @@ class ForwardGraphs:
     """
 
     def __init__(self, capacity: int = 128, capture: Capture | None = None) -> None:
-        self.rings = RingPool()
-        """Of ended sessions, whose graphs wait for new ones."""
+        self.kept: KeptMemory[Any] = KeptMemory()
+        """Of ended requests and sessions, whose graphs wait for new ones."""
         self._capacity = capacity
         self._capture = capture or CudaCapture()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()  # the one unused for longest first
@@ -230,8 +230,8 @@ class ForwardGraphs:
         return graph.output.clone()
 
     def forget(self) -> None:
-        """Drop every graph, and the kept rings: the tensors that graphs read may have moved."""
-        self.rings.trim(0)
+        """Drop every graph, and the kept memory: the tensors that graphs read may have moved."""
+        self.kept.trim(0)
         self._graphs.clear()
         self._seen.clear()
         self._kinds.clear()

@@ -27,8 +27,8 @@ from typing import Self
 import torch
 
 from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.layers.kept_memory import KeptMemory, Ring
 from vllm_omni.model_executor.layers.kv_format import KVFormat, kv_format, kv_nbytes
-from vllm_omni.model_executor.layers.ring_pool import Ring, RingPool
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
 
@@ -56,7 +56,7 @@ class KVWindow:
         storage: torch.dtype | None = None,
         max_attention_tokens: int | None = None,
         spare_frames: int = 0,
-        rings: RingPool | None = None,
+        rings: KeptMemory[Ring] | None = None,
     ) -> None:
         if not 0 <= sink_frames <= window_frames or window_frames < 1:
             raise ValueError(

@@ -63,5 +63,13 @@ def round_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
     return rounded((x / scale).clamp_(-LARGEST, LARGEST).to(FP8), scale, dtype)
 
 
+def split_tokens(x: Input, count: int) -> list[Input]:
+    """Cut [T, D] into parts of `count` tokens, the last of what is left."""
+    if isinstance(x, torch.Tensor):
+        return list(x.split(count))
+    parts = zip(x.data.split(count), x.scale.split(count), strict=True)
+    return [rounded(data, scale, x.orig_dtype) for data, scale in parts]
+
+
 def _kernel(layer: nn.Module) -> Any:
     return getattr(getattr(layer, "quant_method", None), "fp8_linear", None)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.kept_memory import KeptMemory, Ring
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.ring_pool import RingPool
 
 
 class StageNetwork(nn.Module):
@@ -44,9 +44,9 @@ class StageNetwork(nn.Module):
         return self.typed_weight.device
 
     @property
-    def rings(self) -> RingPool | None:
+    def rings(self) -> KeptMemory[Ring] | None:
         """Where windows take their memory from; None = there are no graphs that knew it again."""
-        return None if self.graphs is None else self.graphs.rings
+        return None if self.graphs is None else self.graphs.kept
 
     def forget(self) -> None:
         """Drop everything derived from weights (they were loaded anew or moved)."""

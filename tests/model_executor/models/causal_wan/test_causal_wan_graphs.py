@@ -91,9 +91,9 @@ def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
         got = run_chunk(model, later, prompt="a forest", seed=3, output="latents")[1]["latents"]
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert len(captured) == graphs, "what came but once before is captured now, and nothing else"
-    assert len(captured.rings) == 0
+    assert len(captured.kept) == 0
     later.close()
-    assert len(captured.rings) == len(later.window.windows)
+    assert len(captured.kept) == len(later.window.windows)
 
 
 def test_a_prompt_switch_needs_no_other_graphs(causal_wan: Path) -> None:

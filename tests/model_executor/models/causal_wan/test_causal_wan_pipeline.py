@@ -22,8 +22,9 @@ from helpers.unreachable_weights import offloaded_out_of_reach
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState, SupportsStepExecution
+from vllm_omni.model_executor.layers.chains import on_cuda
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.wan.chains import Chains, _on_cuda
+from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.outputs import RequestFailed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -48,7 +49,7 @@ def test_its_network_calls_the_chains_as_kernels_take_them(causal_wan: Path) -> 
     """What chooses a kernel on CUDA takes a chain's arguments in their order, none by name."""
     expected = stream(load_model(causal_wan, **KINDS["strict"]), 2)
     model = load_model(causal_wan, **KINDS["strict"])
-    chosen = Chains(**{name: _on_cuda(function, function) for name, function in vars(Chains()).items()})
+    chosen = Chains(**{name: on_cuda(function, function) for name, function in vars(Chains()).items()})
     users = [module for module in model.transformer.modules() if hasattr(module, "chains")]
     for module in users:
         module.chains = chosen

@@ -196,8 +196,8 @@ def velocities(toy: ToyModel, task: Task, choices: dict[str, Any], latents: torc
         guidance=Guidance(4.0, (0.4, 1.0), "global", 0.0),
         timesteps=flow_timesteps(1, 3.5),
         latents=latents[None],
-        cond=[decoder.new_cache(capacities[0])],
-        uncond=[decoder.new_cache(capacities[1])],
+        cond=[decoder.new_cache(capacities[0], plan.block)],
+        uncond=[decoder.new_cache(capacities[1], plan.block)],
     )
     toy.stepper.step([drawing], [])
     drawing.advance()

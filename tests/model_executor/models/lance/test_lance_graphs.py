@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.host_capture import hold
-from lance_driver import load_lance, make_request, prepare, request_of, run, step
+from lance_driver import finish, load_lance, make_request, prepare, request_of, run, step
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lance.pack import BranchCache, Pack, PackBuilder
@@ -88,18 +88,58 @@ def test_most_of_a_drawing_s_steps_are_replayed(by_graphs: Lance) -> None:
     assert len(runs) == 2 and len(graphs) == 1
 
 
+def test_a_drawing_of_another_prompt_is_replayed_from_its_first_step(plain: Lance, by_graphs: Lance) -> None:
+    """It takes the caches of the drawing before, and how long its context is stands on the device."""
+    run(by_graphs, make_request(CAT))
+    graphs = by_graphs.stepper.graphs
+    assert graphs is not None and len(graphs) == 1 and len(graphs.kept) == 2
+    for prompt in ("a dog with a much longer tail", "it"):
+        fields = {**CAT, "prompt": prompt}
+        want = run(plain, make_request(fields))[1]["latents"]
+        assert torch.equal(run(by_graphs, make_request(fields))[1]["latents"], want)
+        assert len(graphs) == 1, "no other graph was captured"
+    by_graphs.trim_kept(0)
+    assert len(graphs.kept) == 0
+
+
+def test_drawings_at_once_have_caches_of_their_own(plain: Lance, by_graphs: Lance) -> None:
+    """Also when caches of ended drawings are there to take, for one drawing and not for a second."""
+    run(by_graphs, make_request(CAT))
+    fields = [{**CAT, "prompt": prompt} for prompt in ("a dog", "a bird")]
+    want = [run(plain, make_request(each))[1]["latents"] for each in fields]
+    requests = [make_request(each) for each in fields]
+    for request in requests:
+        prepare(by_graphs, request)
+    while requests[0].step < requests[0].num_steps:
+        step(by_graphs, requests)
+    for request, latents in zip(requests, want, strict=True):
+        torch.testing.assert_close(finish(by_graphs, request)[1]["latents"], latents, atol=2e-5, rtol=0)
+    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.kept) == 4
+
+
+def test_a_drawing_that_failed_leaves_its_caches_to_nobody(by_graphs: Lance) -> None:
+    """It may have been stopped in the middle of a step."""
+    request = make_request(CAT)
+    prepare(by_graphs, request)
+    step(by_graphs, [request])
+    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.kept) == 0
+
+
 def test_the_key_names_every_slot_that_is_written_and_read() -> None:
     """A graph of the same caches would write and read at the slots of its capture."""
     caches = [BranchCache(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2)) for _ in range(2)]
 
-    def pack(start: int = 2, keys: int = 4, causal: bool = False, order: int = 1) -> Pack:
+    def pack(start: int = 2, keys: int | None = 4, causal: bool = False, order: int = 1) -> Pack:
         builder = PackBuilder()
         for cache in caches[::order]:
             tokens = builder.add("gen", torch.zeros(2, 4), (torch.zeros(2, 1), torch.zeros(2, 1)), cache, start)
-            builder.attend("gen", tokens, cache, keys, causal=causal)
+            if keys is None:
+                builder.attend_to_block("gen", tokens, cache, torch.tensor([0, 9]))
+            else:
+                builder.attend("gen", tokens, cache, keys, causal=causal)
         return builder.build()
 
     assert pack().key == pack().key
-    others = [pack(start=3), pack(keys=5), pack(causal=True)]
-    assert len({pack().key, *(other.key for other in others)}) == 4
+    others = [pack(start=3), pack(keys=5), pack(keys=None), pack(causal=True)]
+    assert len({pack().key, *(other.key for other in others)}) == 5
     assert pack(order=-1).caches == pack().caches[::-1], "their order is in the places"

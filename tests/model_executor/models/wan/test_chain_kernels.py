@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.triton_interpreter import interpret, require_triton
 
+from vllm_omni.model_executor.layers.chains import on_cuda
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
 from vllm_omni.model_executor.models.wan import chains
 
@@ -161,7 +162,7 @@ def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
 
 def test_tensors_on_a_cpu_take_the_plain_chains() -> None:
     """Also where Triton has a GPU: a chain is chosen by where its tensors are."""
-    chosen = chains._on_cuda(lambda x: "kernel", lambda x: "plain")
+    chosen = on_cuda(lambda x: "kernel", lambda x: "plain")
     assert chosen(torch.empty(1)) == "plain"
 
 

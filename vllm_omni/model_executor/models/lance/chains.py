@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's arithmetic between matrix products and attention, as pure functions that torch.compile can fuse.
+"""The decoder's arithmetic between matrix products and attention, as pure functions.
 
-All compute in fp32 and round once at the end. Compiled for a varying number of tokens: requests of every size share one
-kernel. Held by tests/model_executor/models/lance/test_lance_transformer.py.
+For tensors on CUDA each is a kernel (`chain_kernels.py`), else plain or compiled by torch: for a varying number of
+tokens, so that requests of every size share one. All compute in fp32 and round once at the end.
+Held by tests/model_executor/models/lance/test_lance_transformer.py.
 """
 
-# T tokens, D width, N heads, H head dim, C = H/2 rotary lanes
+# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary lanes, F feed-forward width
+# rounded: whether the result is rounded to FP8 for the linear layer that takes it (`rounded_input.takes_rounded`)
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +17,22 @@ import torch
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers import chains
+from vllm_omni.model_executor.layers.rounded_input import Input, round_tokens
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, rounded: bool = False) -> Input:
     """Root-mean-square norm over the last dimension, in the type of `x_TD`."""
     x = x_TD.float()
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D.float()).to(x_TD.dtype)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D.float()
+    return round_tokens(normed, x_TD.dtype) if rounded else normed.to(x_TD.dtype)
 
 
 def add_norm(
-    x_TD: torch.Tensor, update_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TD: torch.Tensor, update_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, rounded: bool = False
+) -> tuple[torch.Tensor, Input]:
     """Return (x + update, its RMS norm)."""
     x_TD = x_TD + update_TD
-    return x_TD, rms_norm(x_TD, weight_D, eps)
+    return x_TD, rms_norm(x_TD, weight_D, eps, rounded)
 
 
 def query_key(
@@ -60,20 +64,28 @@ def norm_rope(
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TNH.dtype)
 
 
-def silu_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up_TF: torch.Tensor, rounded: bool = False) -> Input:
     """silu(gate) * up, of the two halves of the last dimension."""
     gate, up = gate_up_TF.chunk(2, dim=-1)
+    if rounded:
+        return round_tokens(functional.silu(gate.float()) * up.float(), gate_up_TF.dtype)
     return functional.silu(gate) * up
 
 
 @dataclass(frozen=True)
 class Chains(chains.Chains):
-    """The functions above, plain or compiled."""
+    """The functions above: plain, compiled or, for tensors on CUDA, a kernel."""
 
-    rms_norm: Callable[..., torch.Tensor] = rms_norm
-    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_norm
+    rms_norm: Callable[..., Any] = rms_norm
+    add_norm: Callable[..., tuple[torch.Tensor, Any]] = add_norm
     query_key: Callable[..., tuple[torch.Tensor, torch.Tensor]] = query_key
-    silu_mul: Callable[..., torch.Tensor] = silu_mul
+    silu_mul: Callable[..., Any] = silu_mul
+
+    @staticmethod
+    def kernels() -> Sequence[Callable[..., Any]]:
+        from vllm_omni.model_executor.models.lance import chain_kernels
+
+        return chain_kernels.KERNELS
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -78,32 +78,51 @@ class ContextWriter:
                 continue
             end = cache.length + segment.length
             if segment.kind == "text":
-                last = builder.add("und", self.embed(segment.ids), self.rope(placed.positions_3T), cache, cache.length)
+                last = builder.add("und", self.embed(segment.ids), self.rope(placed.positions_3T), cache, cache.end)
                 builder.attend("und", last, cache, end, causal=True)
             elif segment.kind == "vit":
                 assert visuals.vit is not None
                 rows = self.markers()
                 rows = torch.cat((rows[:1], visuals.vit.to(rows.dtype), rows[1:]))
-                tokens = builder.add("und", rows, self.rope(placed.positions_3T), cache, cache.length)
+                tokens = builder.add("und", rows, self.rope(placed.positions_3T), cache, cache.end)
                 builder.attend("und", tokens, cache, end, causal=False)
             else:
                 assert visuals.reference is not None and segment.kind == "reference"
                 time = self.network.time_embedder(torch.zeros(1, device=self.device))
                 latents = self.network.embed_latents(visuals.reference, time, self.position_rows(segment.grid))
-                self.add_block(builder, cache, latents, self.block_rope(placed.positions_3T))
+                markers, cells = self._add_latents(
+                    builder, cache, latents, self.block_rope(placed.positions_3T), cache.end
+                )
+                builder.attend("und", markers, cache, end, causal=False)
+                builder.attend("gen", cells, cache, end, causal=False)
             cache.length = end
         return last
 
+    def seen(self, cache: BranchCache) -> torch.Tensor:
+        """What a block sees of its finished context and of itself, as `Pack.seen` has it."""
+        return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
+
     def add_block(
-        self, builder: PackBuilder, cache: BranchCache, latents_ND: torch.Tensor, rope: tuple[Rope, Rope]
+        self,
+        builder: PackBuilder,
+        cache: BranchCache,
+        latents_ND: torch.Tensor,
+        rope: tuple[Rope, Rope],
+        seen: torch.Tensor,
     ) -> slice:
-        """Write a latent block behind the context without making it part of it; returns its `gen` tokens."""
-        end = cache.length + 2 + latents_ND.shape[0]
-        markers = builder.add("und", self.markers(), rope[0], cache, cache.length)
-        cells = builder.add("gen", latents_ND, rope[1], cache, cache.length + 2)
-        builder.attend("und", markers, cache, end, causal=False)
-        builder.attend("gen", cells, cache, end, causal=False)
+        """Add the block that is drawn, in front of the context; returns its `gen` tokens. seen: `self.seen(cache)`."""
+        assert cache.block == 2 + latents_ND.shape[0]
+        markers, cells = self._add_latents(builder, cache, latents_ND, rope, 0)
+        builder.attend_to_block("und", markers, cache, seen)
+        builder.attend_to_block("gen", cells, cache, seen)
         return cells
+
+    def _add_latents(
+        self, builder: PackBuilder, cache: BranchCache, latents_ND: torch.Tensor, rope: tuple[Rope, Rope], start: int
+    ) -> tuple[slice, slice]:
+        """Add a latent block to be kept from slot `start` on; returns its `und` and `gen` tokens."""
+        markers = builder.add("und", self.markers(), rope[0], cache, start)
+        return markers, builder.add("gen", latents_ND, rope[1], cache, start + 2)
 
 
 def place(segments: Sequence[Segment], positions: Sequence[torch.Tensor]) -> list[PlacedSegment]:

@@ -4,7 +4,7 @@
     first step    the conditional context is written; the unconditional one copies the shared part and adds its rest
     N steps       one velocity for each branch (conditional; unconditional while guidance acts), one Euler step
 
-A denoise step writes its block's keys and values behind the context and never moves the context's end. Only `advance`
+A denoise step writes its block's keys and values in front of the context and leaves the context alone. Only `advance`
 changes a later step's inputs, so a step that failed may simply be run again.
 Held by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
 """
@@ -19,7 +19,7 @@ import torch
 
 from vllm_omni.model_executor.models.lance.context import ContextWriter, PlacedSegment, Rope, Visuals, place
 from vllm_omni.model_executor.models.lance.layout import Grid, Segment, block_positions, positions
-from vllm_omni.model_executor.models.lance.pack import BranchCache, PackBuilder
+from vllm_omni.model_executor.models.lance.pack import BranchCache, PackBuilder, padded_capacity
 from vllm_omni.model_executor.models.lance.prompt import Prompt
 from vllm_omni.model_executor.models.lance.sampling import Guidance
 
@@ -43,9 +43,13 @@ class DrawingPlan:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     def capacities(self) -> tuple[int, int]:
-        """Slots the conditional and the unconditional cache need."""
-        block = self.num_latents + 2
-        return _length(self.cond) + block, _length(self.uncond) + block
+        """Tokens that caches of the conditional and the unconditional context have room for."""
+        return padded_capacity(_length(self.cond)), padded_capacity(_length(self.uncond))
+
+    @property
+    def block(self) -> int:
+        """Tokens of the block that is drawn: latents and two markers."""
+        return self.num_latents + 2
 
 
 def plan_drawing(
@@ -107,6 +111,7 @@ class Drawing:
     _time: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
+    _seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -143,6 +148,8 @@ class Drawing:
         self._time = writer.network.time_embedder(self.timesteps.to(writer.device))
         self._positions = writer.position_rows(self.plan.grid)
         self._ropes = [writer.block_rope(block) for block in (self.plan.cond_block, self.plan.uncond_block)]
+        for branch in (self.cond, self.uncond):
+            self._seen |= dict.fromkeys(branch, writer.seen(branch[0])) if branch else {}
 
     # -- one denoise step ----------------------------------------------------------------------------------------------
 
@@ -156,10 +163,16 @@ class Drawing:
         branches = [self.cond, self.uncond] if self.guided else [self.cond]
         embeds = [writer.network.embed_latents(latents, time, self._positions) for latents in self.latents]
         self.cells = [
-            writer.add_block(builder, cache, embed, rope)
+            writer.add_block(builder, cache, embed, rope, self._seen[cache])
             for caches, rope in zip(branches, self._ropes, strict=False)
             for cache, embed in zip(caches, embeds, strict=True)
         ]
+
+    def release_caches(self) -> list[BranchCache]:
+        """Return the caches of a drawing that is done, which keeps none."""
+        released = self.cond + self.uncond
+        self.cond, self.uncond, self._seen = [], [], {}
+        return released
 
     def take(self, velocity_TC: torch.Tensor) -> None:
         """Cut this drawing's rows out of a forward's velocities."""

@@ -3,8 +3,9 @@
 
 The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). Each expert's tokens of all requests lie
 side by side, so that every matrix product runs once. Attention is a list of small jobs: a contiguous run of one
-expert's queries against the first `keys` slots of one cache. Within a bidirectional block the order of keys does not
-matter, so a block's two markers and its latents may lie in the cache in any order.
+expert's queries against the first slots of one cache, or of its context. Within a bidirectional block the order of keys
+does not matter, so the block that is drawn lies in front of its context: where it is written and read depends on no
+prompt, and one CUDA graph serves drawings of every prompt.
 """
 
 # T tokens, D width, C rotary lanes
@@ -17,34 +18,66 @@ import torch
 
 Expert = Literal["und", "gen"]
 
+_CAPACITY_STEP = 128
+"""Most prompts and their template have fewer tokens."""
+
 
 @dataclass(eq=False)
 class BranchCache:
-    """Keys and values of one context on this rank, and room behind it for the block that is being denoised.
+    """Keys and values of one context on this rank, and room in front of it for the block that is being denoised.
 
-    k, v: [L, capacity, K, H]. `length` slots are the context: a denoise step writes behind them and never moves it.
+    k, v: [L, block + capacity, K, H]. block: slots of that room; a denoise step writes there alone. length: tokens of
+    the context so far.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     length: int = 0
+    block: int = 0
 
     @property
     def capacity(self) -> int:
-        return self.k.shape[1]
+        """Tokens that the context may have."""
+        return self.k.shape[1] - self.block
+
+    @property
+    def end(self) -> int:
+        """The slot behind the context."""
+        return self.block + self.length
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def sizes(self) -> Hashable:
+        """Equal for caches that can stand for each other (`KeptMemory`)."""
+        return self.k.shape, self.k.dtype, self.k.device, self.block
+
+    def clear(self) -> None:
+        """Make it as a new one: kernels may read slots that nobody has written, if not use them."""
+        self.k.zero_()
+        self.v.zero_()
+        self.length = 0
 
     def copy_context(self, other: "BranchCache", length: int) -> None:
-        """Take over the first `length` slots of another cache."""
-        self.k[:, :length] = other.k[:, :length]
-        self.v[:, :length] = other.v[:, :length]
+        """Take over the first `length` tokens of another cache's context."""
+        own, others = slice(self.block, self.block + length), slice(other.block, other.block + length)
+        self.k[:, own] = other.k[:, others]
+        self.v[:, own] = other.v[:, others]
         self.length = length
 
     def clone(self) -> "BranchCache":
         """Return a copy in new memory."""
-        return BranchCache(self.k.clone(), self.v.clone(), self.length)
+        return BranchCache(self.k.clone(), self.v.clone(), self.length, self.block)
 
     def to(self, device: torch.device | str) -> None:
         self.k, self.v = self.k.to(device), self.v.to(device)
+
+
+def padded_capacity(tokens: int) -> int:
+    """Room for a context of so many tokens, such that drawings of other prompts can take the cache after it."""
+    return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
 @dataclass(frozen=True)
@@ -59,23 +92,31 @@ class Store:
 
 @dataclass(frozen=True)
 class Attend:
-    """Let `tokens` attend to the first `keys` slots. causal: the last query sees them all, the one before one less."""
+    """Let `tokens` attend. keys: to so many first tokens of the context; None = to the block and all of the context.
+
+    causal: the last query sees all of the keys, the one before one less.
+    """
 
     expert: Expert
     tokens: slice
     cache: BranchCache
-    keys: int
-    causal: bool
+    keys: int | None
+    causal: bool = False
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Tokens of one forward of `Qwen2MoTForCausalLM`. A missing expert has no tokens; rope: (cos_TC, sin_TC) fp32."""
+    """Tokens of one forward of `Qwen2MoTForCausalLM`. A missing expert has no tokens; rope: (cos_TC, sin_TC) fp32.
+
+    seen: for caches whose block is attended to, 0 and how many slots block and context have: int32 [2] on the device,
+    so that a graph of the forward depends on no context's length.
+    """
 
     embeds: dict[Expert, torch.Tensor]
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
     stores: list[Store]
     attends: list[Attend]
+    seen: dict[BranchCache, torch.Tensor]
 
     @property
     def caches(self) -> list[BranchCache]:
@@ -84,7 +125,7 @@ class Pack:
 
     @property
     def key(self) -> Hashable:
-        """Its writes and reads, with caches as numbers of `caches`: equal for all steps of a drawing."""
+        """Its writes and reads, with caches as numbers of `caches`: equal for all steps of drawings of a size."""
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = ((x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.start) for x in self.stores)
         attends = ((x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.keys, x.causal) for x in self.attends)
@@ -100,6 +141,7 @@ class PackBuilder:
     counts: dict[Expert, int] = field(default_factory=lambda: {"und": 0, "gen": 0})
     stores: list[Store] = field(default_factory=list)
     attends: list[Attend] = field(default_factory=list)
+    seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
 
     def add(
         self,
@@ -109,7 +151,7 @@ class PackBuilder:
         cache: BranchCache,
         start: int,
     ) -> slice:
-        """Add tokens whose keys go to `cache` from `start`; returns where they lie among the expert's tokens."""
+        """Add tokens whose keys go to slots from `start`; returns where they lie among the expert's tokens."""
         first = self.counts[expert]
         tokens = slice(first, first + embeds_TD.shape[0])
         self.counts[expert] = tokens.stop
@@ -118,8 +160,13 @@ class PackBuilder:
         self.stores.append(Store(expert, tokens, cache, start))
         return tokens
 
+    def attend_to_block(self, expert: Expert, tokens: slice, cache: BranchCache, seen: torch.Tensor) -> None:
+        """Let tokens attend to a cache's block and context. seen: see `Pack`."""
+        self.seen[cache] = seen
+        self.attends.append(Attend(expert, tokens, cache, None))
+
     def attend(self, expert: Expert, tokens: slice, cache: BranchCache, keys: int, *, causal: bool) -> None:
-        """Let tokens of this forward attend. A causal run that continues the previous one becomes one job."""
+        """Let tokens attend to a context. A causal run that continues the previous one becomes one job."""
         last = self.attends[-1] if self.attends else None
         if (
             causal
@@ -127,6 +174,7 @@ class PackBuilder:
             and last.causal
             and (last.expert, last.cache) == (expert, cache)
             and last.tokens.stop == tokens.start
+            and last.keys is not None
             and last.keys + tokens.stop - tokens.start == keys
         ):
             self.attends[-1] = Attend(expert, slice(last.tokens.start, tokens.stop), cache, keys, causal=True)
@@ -150,4 +198,5 @@ class PackBuilder:
             },
             stores=self.stores,
             attends=self.attends,
+            seen=self.seen,
         )

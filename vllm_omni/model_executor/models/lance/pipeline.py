@@ -45,6 +45,7 @@ from vllm_omni.model_executor.models.lance.config import (
     check_stages,
 )
 from vllm_omni.model_executor.models.lance.drawing import Drawing
+from vllm_omni.model_executor.models.lance.pack import BranchCache
 from vllm_omni.model_executor.models.lance.prompt import (
     VISION_END,
     VISION_START,
@@ -142,7 +143,7 @@ Request = DiffusionRequest[LanceSession, Work]
 
 
 class Lance(nn.Module):
-    """Implements `SupportsStepExecution`."""
+    """Implements `SupportsStepExecution`, `KeepsMemory`."""
 
     supports_step_execution: ClassVar[bool] = True
 
@@ -224,9 +225,16 @@ class Lance(nn.Module):
             request.num_steps = self._reading_steps(reading)
         else:
             inputs = read_drawing(params, options, task, request.tensors, self.config, self.options)
-            drawing = self.starter.drawing(inputs, session.reserved_bytes, request.timer)
+            drawing = self.starter.drawing(inputs, session.reserved_bytes, request.timer, self._new_cache)
             request.state = Work(task, drawing=drawing, inputs=inputs)
             request.num_steps = 1 + inputs.num_steps
+
+    def _new_cache(self, capacity: int, block: int) -> BranchCache:
+        """A drawing's, one that an ended drawing had if there are graphs that know it."""
+        decoder, graphs = self.network.language_model, self.stepper.graphs
+        if graphs is None:
+            return decoder.new_cache(capacity, block)
+        return decoder.take_cache(graphs.kept, capacity, block)
 
     def batch_key(self, request: Request) -> Hashable:
         """All requests may share a forward: drawings of every size, answers, contexts."""
@@ -291,7 +299,10 @@ class Lance(nn.Module):
         return meta, {"frames": pictures[0]} if video else {"images": torch.cat(pictures)}
 
     def commit(self, request: Request) -> None:
-        session, reading = request.session, request.work.reading
+        session, reading, drawing = request.session, request.work.reading, request.work.drawing
+        if drawing is not None and self.stepper.graphs is not None:
+            for cache in drawing.release_caches():
+                self.stepper.graphs.kept.give(cache)
         if reading is not None:
             progress = reading.progress
             sent = progress.sent + len(progress.new_text(self.tokenizer.decode, reading.rules))
@@ -304,6 +315,10 @@ class Lance(nn.Module):
                 replace(progress, sent=sent),
             )
         session.chunk_index += 1
+
+    def trim_kept(self, nbytes: int) -> None:
+        if self.stepper.graphs is not None:
+            self.stepper.graphs.kept.trim(nbytes)
 
     def warmup_inputs(self) -> list[Inputs]:
         """One step of the largest picture and, if this checkpoint makes videos, of the longest one.

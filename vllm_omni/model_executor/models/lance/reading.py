@@ -113,7 +113,7 @@ class Reading:
             assert live.newest is not None
             embeds = writer.network.language_model.embed(live.newest)
             rope = writer.rope(torch.full((3, 1), live.next_position))
-            last = builder.add("und", embeds, rope, self.cache, live.length)
+            last = builder.add("und", embeds, rope, self.cache, self.cache.end)
             builder.attend("und", last, self.cache, live.length + 1, causal=False)
             self._live = replace(live, length=live.length + 1, next_position=live.next_position + 1)
         self.row = last.stop - 1

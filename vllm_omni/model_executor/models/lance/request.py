@@ -39,6 +39,7 @@ from vllm_omni.model_executor.models.lance.media import (
     smart_limits,
     smart_size,
 )
+from vllm_omni.model_executor.models.lance.pack import padded_capacity
 from vllm_omni.model_executor.models.lance.prompt import CAPTION_PROMPT, Turn, system_prompt_of
 from vllm_omni.model_executor.models.lance.sampling import RENORM_TYPES, Guidance, TokenChoice
 from vllm_omni.model_executor.models.lance.sizes import drawing_grid, reference_grid
@@ -400,7 +401,7 @@ def largest_needs(
             reference = block + 2
         else:
             block, reference = math.prod(drawing_grid(params, task, config, served)), 0
-        branch = text + vision + reference + block + 2
+        branch = padded_capacity(text + vision + reference) + block + 2
         slots = max(slots, 2 * params.num_images * branch)
         latents = max(latents, params.num_images * block)
     return slots, latents

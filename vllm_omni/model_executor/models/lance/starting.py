@@ -5,6 +5,7 @@ Runs the vision tower and the autoencoder's encoder, never the decoder. Knows no
 Held by tests/model_executor/models/lance/test_lance_pipeline.py and test_lance_choices.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from vllm_omni.model_executor.models.lance.context import Visuals, place
 from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
 from vllm_omni.model_executor.models.lance.layout import Grid, positions
 from vllm_omni.model_executor.models.lance.media import Preset, for_vae, for_vit
+from vllm_omni.model_executor.models.lance.pack import BranchCache
 from vllm_omni.model_executor.models.lance.prompt import IM_END, LanceTokenizer, build_prompt
 from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
 from vllm_omni.model_executor.models.lance.request import DrawInputs, ReadInputs
@@ -42,8 +44,17 @@ class Starter:
     def device(self) -> torch.device:
         return self.network.language_model.device
 
-    def drawing(self, inputs: DrawInputs, reserved_bytes: int, timer: StageTimer) -> Drawing:
-        """Raises `RequestFailed("capacity", ...)` if the caches would exceed the session's announced bytes."""
+    def drawing(
+        self,
+        inputs: DrawInputs,
+        reserved_bytes: int,
+        timer: StageTimer,
+        new_cache: Callable[[int, int], BranchCache],
+    ) -> Drawing:
+        """new_cache: of a context's capacity and a block's size.
+
+        Raises `RequestFailed("capacity", ...)` if the caches would exceed the session's announced bytes.
+        """
         reads_source = inputs.task in EDIT_TASKS
         rows = vit = encoded = None
         if inputs.source is not None:
@@ -75,9 +86,8 @@ class Starter:
         if first is not None:
             noise[:, : len(first)] = first
         cond, uncond = plan.capacities()
-        branches = inputs.num_images * (cond + uncond)
-        decoder = self.network.language_model
-        if decoder.cache_nbytes(branches) > reserved_bytes:
+        slots = inputs.num_images * (cond + uncond + 2 * plan.block)
+        if self.network.language_model.cache_nbytes(slots) > reserved_bytes:
             raise RequestFailed("capacity", "the request needs more memory than its parameters announced")
         return Drawing(
             plan=plan,
@@ -85,8 +95,8 @@ class Starter:
             guidance=inputs.guidance,
             timesteps=flow_timesteps(inputs.num_steps, inputs.shift),
             latents=noise,
-            cond=[decoder.new_cache(cond) for _ in range(inputs.num_images)],
-            uncond=[decoder.new_cache(uncond) for _ in range(inputs.num_images)] if inputs.guidance.enabled else [],
+            cond=[new_cache(cond, plan.block) for _ in range(inputs.num_images)],
+            uncond=[new_cache(uncond, plan.block) for _ in range(inputs.num_images if inputs.guidance.enabled else 0)],
             pinned=0 if first is None else len(first),
             renorm_pinned=self.options.choices.i2v_renorm == "all",
         )

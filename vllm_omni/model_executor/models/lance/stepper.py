@@ -6,7 +6,8 @@
     forward 3..  further tokens of readings, if a step decodes several
 
 Every matrix product of a forward serves all of them. A step of drawings alone, all running, is the same for every
-denoise step but for its inputs: it may come as a CUDA graph. Knows no request and no session.
+denoise step but for its inputs: it may come as a CUDA graph, which later drawings in the same caches find again. Knows
+no request and no session.
 Held by tests/model_executor/models/lance/test_lance_pipeline.py.
 """
 
@@ -99,14 +100,17 @@ class Stepper:
         inputs: Inputs = {f"{expert} embeds": pack.embeds[expert] for expert in experts}
         for expert in experts:
             inputs[f"{expert} cos"], inputs[f"{expert} sin"] = pack.rope[expert]
+        inputs["seen"] = torch.stack([pack.seen[cache] for cache in pack.caches])
 
         def forward(own: Inputs) -> torch.Tensor:
             embeds = {expert: own[f"{expert} embeds"] for expert in experts}
             rope = {expert: (own[f"{expert} cos"], own[f"{expert} sin"]) for expert in experts}
-            return self._latent_rows(replace(pack, embeds=embeds, rope=rope))
+            seen = dict(zip(pack.caches, own["seen"].unbind(), strict=True))
+            return self._latent_rows(replace(pack, embeds=embeds, rope=rope, seen=seen))
 
         written = [tensor for cache in pack.caches for tensor in (cache.k, cache.v)]
-        return self.graphs((pack.key, addresses_key()), inputs, forward, places=written)
+        kernels = pack.key, addresses_key(), tuple(cache.sizes for cache in pack.caches)
+        return self.graphs(kernels, inputs, forward, places=written, kind=kernels)
 
     def _latent_rows(self, pack: Pack) -> torch.Tensor:
         rows: torch.Tensor = self.network.language_model(pack)["gen"]

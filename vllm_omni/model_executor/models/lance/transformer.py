@@ -21,8 +21,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.offloader import get_offloader
 
 from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.kept_memory import KeptMemory
 from vllm_omni.model_executor.layers.linear import LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelContext, ShardedModule
+from vllm_omni.model_executor.layers.rounded_input import Input, split_tokens, takes_rounded
 from vllm_omni.model_executor.models.lance.chains import Chains
 from vllm_omni.model_executor.models.lance.config import LATENT_CHANNELS, TIMESTEP_FREQUENCIES, LanceConfig
 from vllm_omni.model_executor.models.lance.pack import BranchCache, Expert, Pack
@@ -149,7 +151,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         self.model = Qwen2MoTModel(config, self.parallel, LinearPrecision(quantization), "language_model.model")
         self.lm_head = Weight(config.vocab_size, config.hidden_size)
         self._split = TokenSplit(config, self.parallel)
-        self._chains: dict[Expert, Chains] = {"und": Chains(), "gen": Chains.build(compiled)}
+        self._chains: dict[Expert, Chains] = {"und": Chains.build(False), "gen": Chains.build(compiled)}
 
     @property
     def num_cache_heads(self) -> int:
@@ -168,16 +170,24 @@ class Qwen2MoTForCausalLM(nn.Module):
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
-    def new_cache(self, capacity: int) -> BranchCache:
-        """Return an empty cache for this rank's heads."""
-        shape = (self.config.num_layers, capacity, self.num_cache_heads, self.config.head_dim)
-        k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        return BranchCache(k, v)
+    def new_cache(self, capacity: int, block: int = 0) -> BranchCache:
+        """Return an empty cache for this rank's heads: of a context, and of a block that is drawn."""
+        shape = self._cache_shape(block + capacity)
+        k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return BranchCache(k, v, block=block)
 
-    def cache_nbytes(self, capacity: int) -> int:
-        """Bytes of `new_cache(capacity)`."""
+    def take_cache(self, pool: KeptMemory[BranchCache], capacity: int, block: int) -> BranchCache:
+        """`new_cache`, or one of the same size that `pool` has."""
+        sizes = self._cache_shape(block + capacity), self.dtype, self.device, block
+        return pool.take(sizes, lambda: self.new_cache(capacity, block))
+
+    def _cache_shape(self, slots: int) -> torch.Size:
+        return torch.Size((self.config.num_layers, slots, self.num_cache_heads, self.config.head_dim))
+
+    def cache_nbytes(self, slots: int) -> int:
+        """Bytes of a cache of so many slots."""
         row = self.config.num_layers * self.num_cache_heads * self.config.head_dim
-        return 2 * row * capacity * self.dtype.itemsize
+        return 2 * row * slots * self.dtype.itemsize
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids_T, self.model.embed_tokens.weight)
@@ -201,22 +211,33 @@ class Qwen2MoTForCausalLM(nn.Module):
     def hidden_states(self, pack: Pack, layers: int | None = None) -> dict[Expert, torch.Tensor]:
         """Run the first `layers` layers (None = all); returns the residual stream of each expert's own tokens."""
         x, rope = self._split.own(pack)
+        updates: dict[Expert, torch.Tensor] = {}
         for index, layer in enumerate(self.model.layers[:layers]):
             assert isinstance(layer, MoTLayer)
-            self._layer(index, layer, x, rope, pack)
-        return x
+            self._layer(index, layer, x, updates, rope, pack)
+        return {name: rows + updates[name] if name in updates else rows for name, rows in x.items()}
 
     def _layer(
-        self, index: int, layer: MoTLayer, x: dict[Expert, torch.Tensor], ropes: Mapping[Expert, Rope], pack: Pack
+        self,
+        index: int,
+        layer: MoTLayer,
+        x: dict[Expert, torch.Tensor],
+        updates: dict[Expert, torch.Tensor],
+        ropes: Mapping[Expert, Rope],
+        pack: Pack,
     ) -> None:
-        """Advance `x` by one layer, in place of its entries."""
+        """Advance `x` by one layer, in place of its entries. updates: last summands, which `x` does not have yet."""
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
         keys: dict[Expert, torch.Tensor] = {}
         values: dict[Expert, torch.Tensor] = {}
         for name in x:
             expert, chains = layer.expert(name), self._chains[name]
-            normed = chains.rms_norm(x[name], expert.input_norm, eps)
+            rounded = takes_rounded(expert.qkv)
+            if name in updates:
+                x[name], normed = chains.add_norm(x[name], updates[name], expert.input_norm, eps, rounded)
+            else:
+                normed = chains.rms_norm(x[name], expert.input_norm, eps, rounded)
             qkv = expert.qkv(normed)
             q, k = chains.query_key(
                 qkv, *ropes[name], expert.q_norm, expert.k_norm, expert.num_heads, expert.num_kv_heads, eps
@@ -229,21 +250,28 @@ class Qwen2MoTForCausalLM(nn.Module):
             store.cache.v[index, slots] = values[store.expert][store.tokens]
         mixed = {name: torch.empty_like(q) for name, q in queries.items()}
         for job in pack.attends:
+            cache = job.cache
+            slots = slice(None) if job.keys is None else slice(cache.block, cache.block + job.keys)
             mixed[job.expert][job.tokens] = attention(
                 queries[job.expert][job.tokens],
-                job.cache.k[index, : job.keys],
-                job.cache.v[index, : job.keys],
+                cache.k[index, slots],
+                cache.v[index, slots],
                 causal=job.causal,
+                key_range=pack.seen[cache] if job.keys is None else None,
             )
         for name in x:
             expert, chains = layer.expert(name), self._chains[name]
             attended = self._split.to_tokens(name, mixed[name])
             update = expert.out(attended.flatten(-2))
-            x[name], normed = chains.add_norm(x[name], update, expert.post_norm, eps)
-            x[name] = x[name] + self._mlp(expert, chains, normed)
+            x[name], normed = chains.add_norm(x[name], update, expert.post_norm, eps, takes_rounded(expert.gate_up))
+            updates[name] = self._mlp(expert, chains, normed)
 
-    def _mlp(self, expert: ExpertLayer, chains: Chains, x_TD: torch.Tensor) -> torch.Tensor:
-        parts = [expert.down.own_part(chains.silu_mul(expert.gate_up(part))) for part in x_TD.split(_MLP_TOKENS)]
+    def _mlp(self, expert: ExpertLayer, chains: Chains, x_TD: Input) -> torch.Tensor:
+        rounded = takes_rounded(expert.down)
+        parts = [
+            expert.down.own_part(chains.silu_mul(expert.gate_up(part), rounded))
+            for part in split_tokens(x_TD, _MLP_TOKENS)
+        ]
         return self.parallel.all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 

@@ -14,12 +14,14 @@ from typing import Any, Literal, cast
 
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import nn
 
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.lance.config import FRAMES_PER_LATENT, LATENT_CHANNELS, PIXELS_PER_LATENT
 from vllm_omni.model_executor.models.wan.component_names import VAE_COMMON_RULES
 from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
+from vllm_omni.model_executor.models.wan.last_tap import use_last_taps
 
 # fmt: off
 _MEAN = (
@@ -100,6 +102,7 @@ class LanceWanVAE(nn.Module):
         with default_dtype(dtype):
             self.vae: Any = AutoencoderKLWan(**config.diffusers_config())
         use_cpu_layers(cast(nn.Module, self.vae))
+        use_last_taps(cast(nn.Module, self.vae))
         for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1), persistent=False)
         self.requires_grad_(False)
@@ -134,9 +137,16 @@ class LanceWanVAE(nn.Module):
     @torch.no_grad()
     def decode_video(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Normalised latents [B, C, t, h, w] -> pixels [B, 3, 4t - 3, 16h, 16w] in [-1, 1], the model's type."""
-        raw = latents_BCTHW.float() * self.latents_std + self.latents_mean
-        pixels: torch.Tensor = self.vae.decode(raw.to(self.dtype), return_dict=False)[0]
+        raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
+        if latents_BCTHW.shape[2] == 1:
+            return self._decode_picture(raw)
+        pixels: torch.Tensor = self.vae.decode(raw, return_dict=False)[0]
         return pixels
+
+    def _decode_picture(self, raw_BC1hw: torch.Tensor) -> torch.Tensor:
+        """As diffusers' `decode` of one latent frame, but no layer remembers its input for a next one."""
+        cells = self.vae.decoder(self.vae.post_quant_conv(raw_BC1hw), first_chunk=True)
+        return unpatchify(cells, self.vae.config.patch_size).clamp(-1.0, 1.0)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """`encode_video` for images [B, 3, H, W] -> [B, C, h, w] or clips, the posterior's mean."""

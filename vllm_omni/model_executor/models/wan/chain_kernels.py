@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
-from vllm_omni.model_executor.layers.rounded_input import LEAST_SCALE, Input
+from vllm_omni.model_executor.layers.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.rounded_input import Input
 from vllm_omni.model_executor.layers.rounded_input import rounded as rounded_rows
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
+from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 WARPS = 4
 """Of a program: 8 were slower at 5120 channels, 16 slower still."""
 GELU_WARPS = 8
 """Of a program over a row of an FFN, 13824 channels in the largest."""
-_LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -62,7 +62,7 @@ def _residual_kernel(
             multiplier += 1.0
         value = value * multiplier + tl.load(shift + modulation, mask=inside, other=0.0).to(tl.float32)
         if token_scales is not None:
-            value = _over_largest(value, token_scales + row)
+            value = over_largest(value, token_scales + row)
         tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -73,19 +73,8 @@ def _rounded_gelu_kernel(x, out, token_scales, D: tl.constexpr, BLOCK: tl.conste
     at = row.to(tl.int64) * D + column
     value = tl.load(x + at, mask=column < D, other=0.0, eviction_policy="evict_first").to(tl.float32)
     value *= tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
-    value = _over_largest(value, token_scales + row)
+    value = over_largest(value, token_scales + row)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=column < D)
-
-
-@triton.jit
-def _over_largest(value, token_scale):
-    """Write the scale that makes the largest number e4m3's largest; return the numbers divided by it.
-
-    One division a token: with one of each number the kernels took nearly twice as long.
-    """
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)
-    tl.store(token_scale, scale)
-    return tl.clamp(value * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["tokens"])

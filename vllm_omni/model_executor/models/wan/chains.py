@@ -9,14 +9,13 @@ tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 
 # x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary lanes
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn import functional
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
-from vllm.triton_utils import HAS_TRITON
 
 from vllm_omni.model_executor.layers import chains
 from vllm_omni.model_executor.layers.rope import apply_rope
@@ -140,18 +139,8 @@ class Chains(chains.Chains):
     rms_scale: Callable[..., torch.Tensor] = rms_scale
     rms_rope: Callable[..., torch.Tensor] = rms_rope
 
-    @classmethod
-    def build(cls, compiled: bool) -> Self:
-        functions: dict[str, Any] = dict(vars(super().build(compiled)))
-        if HAS_TRITON and torch.cuda.is_available():
-            from vllm_omni.model_executor.models.wan import chain_kernels
+    @staticmethod
+    def kernels() -> Sequence[Callable[..., Any]]:
+        from vllm_omni.model_executor.models.wan import chain_kernels
 
-            functions |= {k.__name__: _on_cuda(k, functions[k.__name__]) for k in chain_kernels.KERNELS}
-        return cls(**functions)
-
-
-def _on_cuda(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    def chosen(x: torch.Tensor, *args: Any) -> Any:
-        return (kernel if x.is_cuda else other)(x, *args)
-
-    return chosen
+        return chain_kernels.KERNELS

@@ -52,7 +52,7 @@ def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
     where = scenario.get("b.query_position_ids")[:, 0]
     flat = scenario.get("b.latent_pos_ids")
     x_t, t = scenario.get("b.x_t"), scenario.get("b.timestep")
-    cache = network.language_model.new_cache(len(ids) + len(x_t) + 2)
+    cache = network.language_model.new_cache(len(ids), len(x_t) + 2)
     builder = PackBuilder()
     context = [PlacedSegment(Segment("text", ids=tuple(ids)), scenario.get("b.ctx_position_ids")[:, 0])]
     writer.add(builder, cache, context, Visuals())
@@ -69,7 +69,7 @@ def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
     markers = writer.markers()
     judge("velocity: block", torch.cat((markers[:1], embeds, markers[1:])), "b.query_sequence", STAGE)
     builder = PackBuilder()
-    writer.add_block(builder, cache, embeds, writer.block_rope(where))
+    writer.add_block(builder, cache, embeds, writer.block_rope(where), writer.seen(cache))
     pack = builder.build()
     for layer in range(model.config.num_layers):
         judge(

@@ -197,8 +197,8 @@ def _compare_drawing(
         guidance=guidance,
         timesteps=flow_timesteps(steps, _SHIFT),
         latents=latents[None],
-        cond=[decoder.new_cache(sizes[0])],
-        uncond=[decoder.new_cache(sizes[1])] if guidance.enabled else [],
+        cond=[decoder.new_cache(sizes[0], plan.block)],
+        uncond=[decoder.new_cache(sizes[1], plan.block)] if guidance.enabled else [],
         pinned=pinned,
         renorm_pinned=cached,
     )

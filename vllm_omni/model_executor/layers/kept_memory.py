@@ -1,22 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RingPool`: the rings of closed windows, kept for windows of the same sizes that are opened later.
+"""`KeptMemory`: memory of requests and sessions that have ended, for later ones of the same sizes.
 
 A CUDA graph reads and writes the tensors of its capture. When a new session takes the ring of one that has ended, the
-graphs that were captured for that ring serve it from its first pass on. A ring is emptied before it is taken again.
+graphs that were captured for that ring serve it from its first pass on. What was kept is emptied before it is taken.
 
-Kept rings count as free memory: none is left when one of other sizes must be made, and `trim` drops as many as live
-sessions need. Held by tests/model_executor/layers/test_ring_pool.py.
+It counts as free memory: none is left when a piece of other sizes must be made, and `trim` drops as much as live
+sessions need. Held by tests/model_executor/layers/test_kept_memory.py.
 """
 
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
 if TYPE_CHECKING:  # options are checked without importing vLLM, which kernels of number formats need
     from vllm_omni.model_executor.layers.kv_format import KVFormat
+
+
+class Reusable(Protocol):
+    """A piece of memory that somebody else may use after its owner."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def sizes(self) -> Hashable:
+        """Equal for pieces that can stand for each other."""
+
+    def clear(self) -> None:
+        """Make it as a new one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +50,6 @@ class Ring:
 
     @property
     def sizes(self) -> Hashable:
-        """Equal for rings that can stand for each other."""
         return self.buffer.shape, self.buffer.dtype, self.buffer.device, self.format.dtype
 
     @property
@@ -45,7 +58,6 @@ class Ring:
         return (self.buffer, *self.format.places)
 
     def clear(self) -> None:
-        """Make it as a new one."""
         self.buffer.zero_()
         self.format.clear()
 
@@ -58,34 +70,37 @@ class Ring:
         self.format.take_scales(other.format)
 
 
-class RingPool:
-    """Kept rings, the one that was given first is taken first: a session's rings come back in their order."""
+Piece = TypeVar("Piece", bound=Reusable)
+
+
+class KeptMemory(Generic[Piece]):
+    """Kept pieces, the one that was given first is taken first: a session's come back in their order."""
 
     def __init__(self) -> None:
-        self._kept: deque[Ring] = deque()
+        self._kept: deque[Piece] = deque()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def nbytes(self) -> int:
-        return sum(ring.nbytes for ring in self._kept)
+        return sum(piece.nbytes for piece in self._kept)
 
-    def take(self, sizes: Hashable, make: Callable[[], Ring]) -> Ring:
-        """Return a ring of these `Ring.sizes`: a kept one, empty, or of `make`, for which all kept ones make room."""
-        ring = next((ring for ring in self._kept if ring.sizes == sizes), None)
-        if ring is None:
+    def take(self, sizes: Hashable, make: Callable[[], Piece]) -> Piece:
+        """Return a piece of these `sizes`: a kept one, empty, or of `make`, for which all kept ones make room."""
+        piece = next((piece for piece in self._kept if piece.sizes == sizes), None)
+        if piece is None:
             self.trim(0)
             return make()
-        self._kept.remove(ring)
-        ring.clear()
-        return ring
+        self._kept.remove(piece)
+        piece.clear()
+        return piece
 
-    def give(self, ring: Ring) -> None:
-        """Keep a ring that nobody else will use again."""
-        self._kept.append(ring)
+    def give(self, piece: Piece) -> None:
+        """Keep a piece that nobody else will use again."""
+        self._kept.append(piece)
 
     def trim(self, nbytes: int) -> None:
-        """Drop rings, those kept for longest first, until they hold at most `nbytes`."""
+        """Drop pieces, those kept for longest first, until they hold at most `nbytes`."""
         while self._kept and self.nbytes > nbytes:
             self._kept.popleft()

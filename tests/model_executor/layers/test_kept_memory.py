@@ -4,13 +4,13 @@
 import pytest
 import torch
 
+from vllm_omni.model_executor.layers.kept_memory import KeptMemory, Ring
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.ring_pool import RingPool
 
 FP8 = torch.float8_e4m3fn
 
 
-def window(rings: RingPool | None, frames: int = 4, storage: torch.dtype | None = None) -> KVWindow:
+def window(rings: KeptMemory[Ring] | None, frames: int = 4, storage: torch.dtype | None = None) -> KVWindow:
     return KVWindow(
         num_layers=2,
         window_frames=frames,
@@ -34,7 +34,7 @@ def fill(held: KVWindow, frames: int = 4, factor: float = 100.0) -> None:
 
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_a_new_window_takes_the_memory_of_a_closed_one_and_finds_it_empty(storage: torch.dtype | None) -> None:
-    rings = RingPool()
+    rings: KeptMemory[Ring] = KeptMemory()
     first = window(rings, storage=storage)
     fill(first)
     places = first.places
@@ -50,7 +50,7 @@ def test_a_new_window_takes_the_memory_of_a_closed_one_and_finds_it_empty(storag
 
 def test_a_closed_window_has_let_go_of_its_memory() -> None:
     """A chunk that were still at work on it could not write into the next session's."""
-    rings = RingPool()
+    rings: KeptMemory[Ring] = KeptMemory()
     first = window(rings)
     first.close()
     again = window(rings)
@@ -60,7 +60,7 @@ def test_a_closed_window_has_let_go_of_its_memory() -> None:
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_a_fork_takes_other_memory(storage: torch.dtype | None) -> None:
     """That of a closed window, if there is any."""
-    rings = RingPool()
+    rings: KeptMemory[Ring] = KeptMemory()
     source, closed = window(rings, storage=storage), window(rings, storage=storage)
     fill(source)
     fill(closed, factor=3.0)
@@ -75,7 +75,7 @@ def test_a_fork_takes_other_memory(storage: torch.dtype | None) -> None:
 
 
 def test_memory_of_other_sizes_is_dropped_when_a_ring_must_be_made() -> None:
-    rings = RingPool()
+    rings: KeptMemory[Ring] = KeptMemory()
     windows = [window(rings), window(rings)]
     for held in windows:
         held.close()
@@ -86,7 +86,7 @@ def test_memory_of_other_sizes_is_dropped_when_a_ring_must_be_made() -> None:
 
 
 def test_kept_memory_gives_way_oldest_first() -> None:
-    rings = RingPool()
+    rings: KeptMemory[Ring] = KeptMemory()
     windows = [window(rings) for _ in range(3)]
     places, each = [held.buffer for held in windows], windows[0].nbytes
     for held in windows:
@@ -100,7 +100,7 @@ def test_kept_memory_gives_way_oldest_first() -> None:
 
 def test_memory_that_was_moved_is_not_kept() -> None:
     """No graph knows it where it is now."""
-    rings = RingPool()
+    rings: KeptMemory[Ring] = KeptMemory()
     held = window(rings)
     held.to("cpu")
     held.close()

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder's kernels against its chains in plain torch and fp32; on a CPU by Triton's interpreter."""
+
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.rounded_layers import of_rounded_weight
+from helpers.triton_interpreter import interpret, require_triton
+from lance_driver import load_lance, request_of, run
+
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
+from vllm_omni.model_executor.layers.rounded_input import takes_rounded
+from vllm_omni.model_executor.models.lance import chains
+from vllm_omni.model_executor.models.lance.transformer import ExpertLayer
+from vllm_omni.testing.tiny.lance import make_tiny
+
+TOKENS, WIDTH, HEAD, HEADS, KV_HEADS = 5, 48, 8, 3, 1
+EPS = 1e-6
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TYPES = list(TOLERANCE)
+
+
+def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
+    """The chains' names and arguments. Values lie behind the keys; of a step without tokens nothing is run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x, update, weight = random(TOKENS, WIDTH), random(TOKENS, WIDTH), random(WIDTH)
+    qkv = random(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD)
+    turn = [random(TOKENS, HEAD // 2, dtype=torch.float32) for _ in range(2)]
+    heads = (qkv, *turn, random(HEAD), random(HEAD), HEADS, KV_HEADS, EPS)
+    gate_up = random(TOKENS, 2 * 44)
+    return [
+        ("rms_norm", (x, weight, EPS)),
+        ("add_norm", (x, update, weight, EPS)),
+        ("query_key", heads),
+        ("silu_mul", (gate_up,)),
+        ("silu_mul", (gate_up[:0],)),
+        ("rms_norm", (x[:0], weight, EPS)),
+    ]
+
+
+def parts(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
+    made = calls(dtype, device)
+    for name, args in made:
+        chain = getattr(chains, name)
+        wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        found, plain, exact = parts(getattr(kernels, name)(*args)), parts(chain(*args)), parts(chain(*wide))
+        for result, like, wanted in zip(found, plain, exact, strict=True):
+            assert (result.shape, result.dtype) == (like.shape, like.dtype) and result.is_contiguous(), name
+            error = (result.float() - wanted).norm() / wanted.norm().clamp(min=1e-9)
+            assert error < TOLERANCE[dtype], (name, error)
+    return len(made)
+
+
+def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
+    """Results for layers that take FP8: scales as the plain chains', all numbers but a few that lie between two."""
+    made = [(name, args) for name, args in calls(dtype, device) if name != "query_key" and len(args[0])]
+    for name, args in made:
+        found, plain = parts(getattr(kernels, name)(*args, True)), parts(getattr(chains, name)(*args, True))
+        assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-2) for a, b in zip(found[:-1], plain[:-1], strict=True))
+        result, wanted = found[-1], plain[-1]
+        assert (result.data.dtype, result.orig_dtype, result.orig_shape) == (FP8, dtype, wanted.orig_shape), name
+        assert torch.allclose(result.scale, wanted.scale, rtol=1e-2), name
+        numbers, others = result.data.float(), wanted.data.float()
+        if device == "cpu":  # Triton's interpreter forgets the carry of a number just below a power of two
+            numbers = torch.where(2 * numbers == others, others, numbers)
+        assert (numbers - others).norm() / others.norm() < 2e-2, name
+        assert (result.data.float().abs().amax(-1) == LARGEST).all() or device == "cpu", name
+    return len(made)
+
+
+@torch.inference_mode()
+def interpreted(rank: int) -> None:
+    from vllm_omni.model_executor.models.lance import chain_kernels
+
+    for dtype in TYPES:
+        assert (check(chain_kernels, dtype, "cpu"), check_rounded(chain_kernels, dtype, "cpu")) == (6, 3)
+
+
+def test_kernels_equal_the_chains_in_the_interpreter() -> None:
+    interpret(interpreted)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", TYPES)
+def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
+    from vllm_omni.model_executor.models.lance import chain_kernels
+
+    assert (check(chain_kernels, dtype, "cuda"), check_rounded(chain_kernels, dtype, "cuda")) == (6, 3)
+
+
+def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
+    """One stands in for the other."""
+    require_triton()
+    from vllm_omni.model_executor.models.lance import chain_kernels
+
+    assert {kernel.__name__ for kernel in chain_kernels.KERNELS} == {field.name for field in fields(chains.Chains)}
+    for kernel in chain_kernels.KERNELS:
+        assert signature(kernel) == signature(getattr(chains, kernel.__name__))
+
+
+def test_inputs_that_chains_round_are_those_that_layers_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an edit: contexts of text, vision and a reference, and blocks that are drawn."""
+    make_tiny(tmp_path, 0, "image")
+    lance = load_lance(tmp_path)
+    experts = [module for module in lance.network.modules() if isinstance(module, ExpertLayer)]
+    for expert in experts:
+        for layer in (expert.qkv, expert.out, expert.gate_up, expert.down):
+            of_rounded_weight(layer)
+    request = {"output": "latents"}
+    assert experts and takes_rounded(experts[0].qkv)
+    by_chains = run(lance, request_of("image_edit", **request))[1]["latents"]
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not takes_rounded(experts[0].qkv)
+    by_layers = run(lance, request_of("image_edit", **request))[1]["latents"]
+    torch.testing.assert_close(by_chains, by_layers, atol=1e-4, rtol=0)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Parts of Triton kernels whose programs hold a token's row each; needs Triton.
+
+Held by the tests of the kernels that call them: tests/model_executor/models/wan/test_chain_kernels.py,
+tests/model_executor/models/lance/test_lance_kernels.py.
+"""
+
+from vllm_omni.model_executor.layers.fp8_kernels import LARGEST
+from vllm_omni.model_executor.layers.rounded_input import LEAST_SCALE
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
+
+_LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
+
+
+@triton.jit
+def over_largest(value, token_scale):
+    """Write the scale that makes the largest number e4m3's largest; return the numbers divided by it.
+
+    One division a token: with one of each number the kernels took nearly twice as long.
+    """
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)
+    tl.store(token_scale, scale)
+    return tl.clamp(value * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The chains of `chains.py`, which define the results, as Triton kernels. Import it where Triton is (`HAS_TRITON`).
+
+A program holds one token's row in registers: it is read once and written once. fp32 inside, one rounding at the end.
+One kernel serves every number of tokens. Held by tests/model_executor/models/lance/test_lance_kernels.py.
+"""
+
+# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary lanes, F feed-forward width
+
+import torch
+
+from vllm_omni.model_executor.layers.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.rounded_input import Input
+from vllm_omni.model_executor.layers.rounded_input import rounded as rounded_rows
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
+from vllm_omni.model_executor.layers.triton_rows import over_largest
+
+_NORM_WARPS = 4
+_SILU_WARPS = 8
+"""Of a program over a row of the feed-forward layer, 11008 channels at full size."""
+_NUMBERS_PER_WARP = 512
+"""Of a token's heads, 16 a thread."""
+
+
+@triton.jit
+def _norm_kernel(x, update, weight, total, normed, token_scales, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    """total = x + update; normed = total / rms(total) * weight. update: None = there is none.
+
+    token_scales: normed is divided by its token's, which is written there; None = it is not.
+    """
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    at = row.to(tl.int64) * D + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        value += tl.load(update + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
+    value *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if token_scales is not None:
+        value = over_largest(value, token_scales + row)
+    tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, token_scales, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < F
+    source = gate_up + row * 2 * F + column
+    gate = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    up = tl.load(source + F, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    if token_scales is not None:
+        value = over_largest(value, token_scales + row)
+    tl.store(out + row * F + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rope_kernel(
+    x, cos, sin, weight, out, x_token, eps, N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
+):
+    """Heads of a token, each as two halves that are rotated with each other. x: [T, N * 2 C], rows `x_token` apart."""
+    row = tl.program_id(0).to(tl.int64)
+    head, lane = tl.arange(0, HEADS)[:, None], tl.arange(0, LANES)[None, :]
+    inside = (head < N) & (lane < C)
+    place = head * 2 * C + lane
+    first = tl.load(x + row * x_token + place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + row * x_token + place + C, mask=inside, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    scale = tl.rsqrt(squares / (2 * C) + eps)[:, None]
+    first *= scale * tl.load(weight + lane, mask=lane < C, other=0.0).to(tl.float32)
+    second *= scale * tl.load(weight + C + lane, mask=lane < C, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + row * C + lane, mask=lane < C, other=0.0)
+    sine = tl.load(sin + row * C + lane, mask=lane < C, other=0.0)
+    target = out + row * N * 2 * C + place
+    tl.store(target, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + C, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, rounded: bool = False) -> Input:
+    """`chains.rms_norm`."""
+    return _norm(x_TD.contiguous(), None, None, weight_D, eps, rounded)
+
+
+def add_norm(
+    x_TD: torch.Tensor, update_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, rounded: bool = False
+) -> tuple[torch.Tensor, Input]:
+    """`chains.add_norm`."""
+    total = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    return total, _norm(x_TD.contiguous(), update_TD.contiguous(), total, weight_D, eps, rounded)
+
+
+def query_key(
+    qkv_TF: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    q_weight_H: torch.Tensor,
+    k_weight_H: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chains.query_key`."""
+    width = num_heads * q_weight_H.shape[0]
+    turn = cos_TC.contiguous(), sin_TC.contiguous()
+    keys = qkv_TF[:, width : width + num_kv_heads * k_weight_H.shape[0]]
+    return _norm_rope(qkv_TF[:, :width], *turn, q_weight_H, eps), _norm_rope(keys, *turn, k_weight_H, eps)
+
+
+def silu_mul(gate_up_TF: torch.Tensor, rounded: bool = False) -> Input:
+    """`chains.silu_mul`."""
+    tokens, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    out, token_scales = _rows(gate_up_TF, tokens, width, rounded)
+    if tokens:
+        _silu_mul_kernel[(tokens,)](
+            gate_up_TF.contiguous(),
+            out,
+            token_scales,
+            F=width,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=_SILU_WARPS,
+        )
+    return out if token_scales is None else rounded_rows(out, token_scales, gate_up_TF.dtype)
+
+
+KERNELS = (rms_norm, add_norm, query_key, silu_mul)
+
+
+def _norm(
+    x_TD: torch.Tensor,
+    update_TD: torch.Tensor | None,
+    total_TD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    rounded: bool,
+) -> Input:
+    tokens, width = x_TD.shape
+    normed, token_scales = _rows(x_TD, tokens, width, rounded)
+    if tokens:
+        _norm_kernel[(tokens,)](
+            x_TD, update_TD, weight_D, total_TD, normed, token_scales, eps,
+            D=width, BLOCK=triton.next_power_of_2(width), num_warps=_NORM_WARPS,
+        )  # fmt: skip
+    return normed if token_scales is None else rounded_rows(normed, token_scales, x_TD.dtype)
+
+
+def _norm_rope(
+    x_TF: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Heads of a part of a wider tensor, [T, N H] -> [T, N, H]."""
+    lanes = cos_TC.shape[-1]
+    heads = x_TF.shape[1] // (2 * lanes)
+    out = torch.empty(x_TF.shape[0], heads, 2 * lanes, dtype=x_TF.dtype, device=x_TF.device)
+    rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(lanes)
+    warps = max(1, min(8, 2 * rows * columns // _NUMBERS_PER_WARP))
+    assert x_TF.stride(1) == 1
+    if len(x_TF):
+        _norm_rope_kernel[(len(x_TF),)](
+            x_TF, cos_TC, sin_TC, weight_H, out, x_TF.stride(0), eps,
+            N=heads, C=lanes, HEADS=rows, LANES=columns, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def _rows(like: torch.Tensor, tokens: int, width: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A result's memory, and its tokens' scales if it is rounded."""
+    out = torch.empty(tokens, width, dtype=FP8 if rounded else like.dtype, device=like.device)
+    return out, torch.empty(tokens, 1, dtype=torch.float32, device=like.device) if rounded else None

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal convolutions of diffusers' Wan autoencoder that meet a single frame: a picture, or the first of a clip.
+
+The frames before the first are zeros, so of the taps over time only the last counts: a 2-D convolution, with a third of
+the products. Same parameters, names and sums. Held by tests/model_executor/models/wan/test_last_tap.py.
+"""
+
+# B clips, C channels, T frames, H rows, W columns
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
+
+
+class LastTapConv3d(WanCausalConv3d):
+    """A causal convolution that looks at how many frames it is given. Takes over the layer `whole`."""
+
+    def __init__(self, whole: WanCausalConv3d) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(whole))
+
+    def forward(self, x_BCTHW: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
+        columns, _, rows, _, frames_before, _ = map(int, self._padding)
+        is_whole = frames_before == self.kernel_size[0] - 1 and self.stride[0] == 1
+        if cache_x is not None or x_BCTHW.shape[2] != 1 or not is_whole:
+            return super().forward(x_BCTHW, cache_x)
+        last = self.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
+        out = functional.conv2d(x_BCTHW[:, :, 0], last, self.bias, self.stride[1:], (rows, columns))
+        return out.unsqueeze(2)
+
+
+def use_last_taps(network: nn.Module) -> None:
+    """Replace, in place, the causal convolutions of a network that still has diffusers' own."""
+    replace_layers(network, lambda layer: LastTapConv3d(layer) if type(layer) is WanCausalConv3d else None)
