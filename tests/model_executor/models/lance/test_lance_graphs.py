@@ -143,3 +143,21 @@ def test_the_key_names_every_slot_that_is_written_and_read() -> None:
     others = [pack(start=3), pack(keys=5), pack(keys=None), pack(causal=True)]
     assert len({pack().key, *(other.key for other in others)}) == 5
     assert pack(order=-1).caches == pack().caches[::-1], "their order is in the places"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_on_a_gpu_draw_what_launches_draw(checkpoint: Path, plain: Lance, dtype: torch.dtype) -> None:
+    """The second and the third drawing by replays alone; in fp32 what a CPU draws."""
+    with torch.device("cuda"):
+        launched, by_graphs = load_lance(checkpoint, dtype=dtype), load_lance(checkpoint, dtype=dtype)
+    by_graphs.stepper.graphs = ForwardGraphs(4)
+    for prompt in ("a cat", "a dog with a much longer tail", "it"):
+        fields = {**CAT, "prompt": prompt}
+        got = run(by_graphs, make_request(fields))[1]["latents"]
+        assert torch.equal(got, run(launched, make_request(fields))[1]["latents"])
+        assert len(by_graphs.stepper.graphs) == 1
+        if dtype == torch.float32:
+            want = run(plain, make_request(fields))[1]["latents"]
+            torch.testing.assert_close(got.cpu(), want, atol=2e-3, rtol=0)
