@@ -16,11 +16,11 @@ from vllm_omni.model_executor.layers.rounded_input import rounded as rounded_row
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
 
-_NORM_WARPS = 4
+_NORM_WARPS = 8
 _SILU_WARPS = 8
 """Of a program over a row of the feed-forward layer, 11008 channels at full size."""
-_NUMBERS_PER_WARP = 512
-"""Of a token's heads, 16 a thread."""
+_NUMBERS_PER_WARP = 1024
+"""Of a token's heads, 32 a thread."""
 
 
 @triton.jit
