@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from helpers.fp8_product import as_on_hopper
 from helpers.rank_processes import run_ranks
+from helpers.shared_peers import SharedPeers
 from helpers.triton_interpreter import interpret
+from helpers.waits import pause
 
 from vllm_omni.model_executor.layers import forward_graphs, fp8_kernels
 from vllm_omni.model_executor.layers.head_exchange import (
@@ -21,9 +23,17 @@ from vllm_omni.model_executor.layers.head_exchange import (
     RoundedQueriesExchange,
     head_exchange,
 )
+from vllm_omni.model_executor.layers.head_trade import (
+    CollectiveTrade,
+    PeerTrade,
+    head_trade,
+    heads_to_tokens,
+    tokens_to_heads,
+)
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.kv_format import FP8
-from vllm_omni.model_executor.layers.parallel import HeadTrade, ParallelContext
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.peer_memory import PeerMemory
 from vllm_omni.model_executor.layers.rows import stack
 
 LAYERS, HEADS, CHUNK, RANKS = 2, 4, 3, 2
@@ -47,13 +57,17 @@ class Row:
 
 
 @contextmanager
-def group(rank: int, rendezvous: str, backend: str = "gloo") -> Iterator[ParallelContext]:
+def group(rank: int, rendezvous: str, backend: str = "gloo", *, peers: bool = False) -> Iterator[ParallelContext]:
+    """peers: whether ranks write into each other's memory."""
     torch.set_num_threads(1)
     dist.init_process_group(
         backend, init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     try:
-        yield ParallelContext(rank, RANKS, dist.group.WORLD, sequence_parallel=True)
+        memory: PeerMemory | None = None
+        if peers:
+            memory = SharedPeers(rendezvous) if backend == "gloo" else PeerMemory(dist.group.WORLD)
+        yield ParallelContext(rank, RANKS, dist.group.WORLD, sequence_parallel=True, peers=memory)
     finally:
         dist.destroy_process_group()
 
@@ -104,7 +118,7 @@ def play(
             q, k, v = (x[:, own] for x in projected(rows, layer, sizes))
             attended = exchange.attend(rows, layer, q, k, v, write_only=False)
             assert attended is not None and attended.shape == q.shape
-            results.append(attended)
+            results.append(attended.clone())  # the next call may use its memory
         q, k, v = (x[:, own] for x in projected(rows, 0, sizes))
         assert exchange.attend(rows, 0, q, k, v, write_only=True) is None
 
@@ -155,55 +169,122 @@ def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: in
             assert torch.equal(ours, whole[:, own])
 
 
-def _compare(rank: int, rendezvous: str, hopper: bool) -> None:
-    with group(rank, rendezvous) as parallel, as_on_hopper() if hopper else nullcontext():
+def _compare(rank: int, rendezvous: str, hopper: bool, peers: bool) -> None:
+    with group(rank, rendezvous, peers=peers) as parallel, as_on_hopper() if hopper else nullcontext():
         for sizes in (Sizes(6), Sizes(3), Sizes(5, (2, 0))):
             compare(parallel, sizes, hopper=hopper)
 
 
+@pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
 @pytest.mark.parametrize("hopper", [False, True], ids=["products in bf16", "products in FP8"])
-def test_rounded_before_the_exchange_as_behind_it(hopper: bool, tmp_path: Path) -> None:
+def test_rounded_before_the_exchange_as_behind_it(hopper: bool, peers: bool, tmp_path: Path) -> None:
     """As on one rank, and in a capture: one session, an odd number of tokens, a batch of sessions at other chunks."""
-    run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper), RANKS)
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper, peers), RANKS)
 
 
-def _compare_on_gpus(rank: int, rendezvous: str) -> None:
+def _compare_on_gpus(rank: int, rendezvous: str, peers: bool) -> None:
     torch.cuda.set_device(rank)
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    with group(rank, rendezvous, "nccl") as parallel:
+    with group(rank, rendezvous, "nccl", peers=peers) as parallel:
         for sizes in (Sizes(200, (0,), 128, f"cuda:{rank}"), Sizes(75, (2, 0), 128, f"cuda:{rank}")):
             compare(parallel, sizes, hopper=hopper)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_round_before_the_exchange_as_behind_it(tmp_path: Path) -> None:
-    run_ranks(_compare_on_gpus, (str(tmp_path / "rendezvous"),), RANKS)
+@pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
+def test_two_gpus_round_before_the_exchange_as_behind_it(peers: bool, tmp_path: Path) -> None:
+    run_ranks(_compare_on_gpus, (str(tmp_path / "rendezvous"), peers), RANKS)
 
 
-def _trade(rank: int, rendezvous: str) -> None:
-    with group(rank, rendezvous) as parallel:
+def _in_graphs(rank: int, rendezvous: str) -> None:
+    """Exchanges there and back as a CUDA graph, replayed with other numbers, by ranks that are not in step."""
+    torch.cuda.set_device(rank)
+    tokens = 301
+    with group(rank, rendezvous, "nccl", peers=True) as parallel, torch.inference_mode():
+        own = parallel.token_slice(tokens)
+        x = torch.zeros(3, 1, tokens, HEADS, 64, dtype=torch.bfloat16, device="cuda")
+        made = torch.zeros(2, 1, own.stop - own.start, HEADS, 64, dtype=torch.bfloat16, device="cuda")
+
+        def forward() -> None:
+            for layer in range(2):
+                q, k, v = tokens_to_heads(parallel, [part[:, own] for part in x], tokens)
+                made[layer].copy_(heads_to_tokens(parallel, q + 2 * k + 4 * v))
+
+        forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        for number in range(20):
+            generator = torch.Generator().manual_seed(number)
+            x.copy_(torch.randint(0, 16, x.shape, generator=generator))
+            if number % 3 == rank:
+                torch.cuda._sleep(10_000_000)
+            (graph.replay if number % 5 else forward)()
+            wanted = (x[0] + 2 * x[1] + 4 * x[2])[:, own]
+            assert torch.equal(made[0], wanted) and torch.equal(made[1], wanted)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_one_graph_holds_exchanges_that_are_written(tmp_path: Path) -> None:
+    run_ranks(_in_graphs, (str(tmp_path / "rendezvous"),), RANKS)
+
+
+def _trade(rank: int, rendezvous: str, peers: bool) -> None:
+    with group(rank, rendezvous, peers=peers) as parallel:
         generator = torch.Generator().manual_seed(0)
         for batch, tokens in ((1, 6), (2, 5), (2, 1)):
             q, k, v = torch.randn(3, batch, tokens, HEADS, 16, generator=generator)
             own, heads = parallel.token_slice(tokens), slice(2 * rank, 2 * rank + 2)
             for got, whole in zip(
-                parallel.tokens_to_heads([x[:, own] for x in (q, k, v)], tokens), (q, k, v), strict=True
+                tokens_to_heads(parallel, [x[:, own] for x in (q, k, v)], tokens), (q, k, v), strict=True
             ):
                 assert torch.equal(got, whole[:, :, heads])
-            assert torch.equal(parallel.heads_to_tokens(q[:, :, heads]), q[:, own])
+            assert torch.equal(heads_to_tokens(parallel, q[:, :, heads]), q[:, own])
 
-            trade = HeadTrade(parallel, q[:, own], [(torch.float32, 1), (torch.bfloat16, 2)])
-            for place, parts in zip(trade.places, ((q,), (k, v)), strict=True):
-                for kind, part in zip(place, parts, strict=True):
-                    kind.copy_(part[:, own].unflatten(-2, (RANKS, -1)))
-            wide, narrow = trade.exchange(tokens)
+            trade = head_trade(parallel, q[:, own], [(torch.float32, 1), (torch.bfloat16, 2)], tokens)
+            assert type(trade) is (PeerTrade if peers else CollectiveTrade)
+            trade.send(0, q[:, own])
+            for to in range(RANKS):
+                for kind, part in zip(trade.place(1, to), (k, v), strict=True):
+                    kind.copy_(part[:, own].unflatten(-2, (RANKS, -1))[:, :, to])
+            wide, narrow = trade.exchange()
             assert torch.equal(wide[0], q[:, :, heads])
             assert torch.equal(narrow, torch.stack((k, v))[:, :, :, heads].bfloat16())
 
 
-def test_tensors_of_several_types_are_traded_in_one_exchange(tmp_path: Path) -> None:
-    run_ranks(_trade, (str(tmp_path / "rendezvous"),), RANKS)
+@pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
+def test_tensors_of_several_types_are_traded_in_one_exchange(peers: bool, tmp_path: Path) -> None:
+    run_ranks(_trade, (str(tmp_path / "rendezvous"), peers), RANKS)
+
+
+def _write_after_write(rank: int, rendezvous: str) -> None:
+    """The second rank is slow to read what a forward that only writes K/V has brought; the first has more to send."""
+    with group(rank, rendezvous, peers=True) as parallel:
+        windows = [make_window(HEADS // RANKS, Sizes(4), storage=None)]
+        exchange = HeadExchange(parallel, 12)
+        own = parallel.token_slice(12)
+        for number in range(2):
+            rows = [Row(windows[0], range(CHUNK * number, CHUNK * (number + 1)))]
+            q, k, v = (x[:, own] for x in projected(rows, number, Sizes(4)))
+            write = windows[0].write
+
+            def slow(*args: torch.Tensor, write: Callable[..., None] = write) -> None:
+                if rank == 1:
+                    pause(0.1)
+                write(*args)
+
+            windows[0].write = slow  # type: ignore[method-assign, assignment]
+            exchange.attend(rows, 0, q, k, v, write_only=True)
+            windows[0].write = write  # type: ignore[method-assign]
+            windows[0].commit(CHUNK * (number + 1))
+            whole = projected(rows, number, Sizes(4))[1][0, :, 2 * rank : 2 * rank + 2]
+            assert torch.equal(windows[0].visible(0, rows[0].frames)[0][-12:], whole)
+
+
+def test_nobody_writes_again_before_all_have_read(tmp_path: Path) -> None:
+    run_ranks(_write_after_write, (str(tmp_path / "rendezvous"),), RANKS)
 
 
 def test_windows_that_do_not_round_and_first_chunks_go_the_plain_way() -> None:

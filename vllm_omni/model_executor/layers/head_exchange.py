@@ -22,8 +22,15 @@ import torch
 
 from vllm_omni.model_executor.layers.fp8_attention import query_scales, result_scales
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen_into
-from vllm_omni.model_executor.layers.parallel import HeadTrade, ParallelContext
-from vllm_omni.model_executor.layers.rows import in_words, stack
+from vllm_omni.model_executor.layers.head_trade import (
+    HeadTrade,
+    head_trade,
+    heads_apart,
+    heads_to_tokens,
+    tokens_to_heads,
+)
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.rows import stack
 
 
 class RoundedView(Protocol):
@@ -91,15 +98,16 @@ class HeadExchange:
     ) -> torch.Tensor | None:
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`.
 
-        All [B, T_r, N, H] of this rank's tokens, the result too.
+        All [B, T_r, N, H] of this rank's tokens, the result too, which is to be used before the next call.
         """
-        q, k, v = self.parallel.tokens_to_heads((q_BTNH, k_BTNH, v_BTNH), self.num_tokens)
+        q, k, v = tokens_to_heads(self.parallel, (q_BTNH, k_BTNH, v_BTNH), self.num_tokens)
         for row, k_TNH, v_TNH in zip(rows, k, v, strict=True):
             row.window.write(layer, row.frames, k_TNH, v_TNH)
         if write_only:
+            self.parallel.meet()
             return None
         attended = [row.window.attend(layer, row.frames, q_TNH) for row, q_TNH in zip(rows, q, strict=True)]
-        return self.parallel.heads_to_tokens(stack(attended))
+        return heads_to_tokens(self.parallel, stack(attended))
 
 
 class RoundedExchange(HeadExchange):
@@ -121,15 +129,15 @@ class RoundedExchange(HeadExchange):
         v_BTNH: torch.Tensor,
         write_only: bool,
     ) -> torch.Tensor | None:
-        trade = HeadTrade(self.parallel, q_BTNH, [(self._query_type(q_BTNH), 1), (FP8, 2)])
-        places_q, places_kv = trade.places
-        q, k, v = (x.unflatten(-2, (self.parallel.size, -1)) for x in (q_BTNH, k_BTNH, v_BTNH))
-        self._send_queries(layer, q, places_q)
-        _narrow((k, v), self.scales[:, layer], places_kv)
-        (queries,), keys_values = trade.exchange(self.num_tokens)
+        parts = [(self._query_type(q_BTNH), 1), (FP8, 2)]
+        trade = head_trade(self.parallel, q_BTNH, parts, self.num_tokens)
+        self._send_queries(layer, q_BTNH, trade)
+        _send_rounded(trade, 1, (k_BTNH, v_BTNH), self.scales[:, layer])
+        (queries,), keys_values = trade.exchange()
         for number, (window, row) in enumerate(zip(self.windows, rows, strict=True)):
             window.write_rounded(layer, row.frames, keys_values[:, number])
         if write_only:
+            self.parallel.meet()
             return None
         attended = [
             self._attend(window, layer, row.frames, q_TNH)
@@ -140,16 +148,15 @@ class RoundedExchange(HeadExchange):
     def _query_type(self, q_BTNH: torch.Tensor) -> torch.dtype:
         return q_BTNH.dtype
 
-    def _send_queries(self, layer: int, q: torch.Tensor, places: torch.Tensor) -> None:
-        """q: [B, T_r, rank, N_r, H]. places: [1, B, T_r, rank, N_r, H]."""
-        in_words(places[0]).copy_(in_words(q))
+    def _send_queries(self, layer: int, q_BTNH: torch.Tensor, trade: HeadTrade) -> None:
+        trade.send(0, q_BTNH)
 
     def _attend(self, window: RoundedView, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         return window.attend(layer, frames, q_TNH)
 
     def _to_tokens(self, layer: int, attended_TNH: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Each row's attention, of this rank's heads -> [B, T_r, N, H]."""
-        return self.parallel.heads_to_tokens(stack(attended_TNH))
+        return heads_to_tokens(self.parallel, stack(attended_TNH))
 
 
 class RoundedQueriesExchange(RoundedExchange):
@@ -164,25 +171,25 @@ class RoundedQueriesExchange(RoundedExchange):
     def _query_type(self, q_BTNH: torch.Tensor) -> torch.dtype:
         return FP8
 
-    def _send_queries(self, layer: int, q: torch.Tensor, places: torch.Tensor) -> None:
-        _narrow((q,), self.query_scales[:, layer], places)
+    def _send_queries(self, layer: int, q_BTNH: torch.Tensor, trade: HeadTrade) -> None:
+        _send_rounded(trade, 0, (q_BTNH,), self.query_scales[:, layer])
 
     def _attend(self, window: RoundedView, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         return window.attend_rounded(layer, frames, q_TNH)
 
     def _to_tokens(self, layer: int, attended_TNH: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         rounded_BTNH = stack([x_TNH.view(torch.uint8) for x_TNH in attended_TNH]).view(FP8)
-        apart = self.parallel.heads_apart(rounded_BTNH)
+        apart = heads_apart(self.parallel, rounded_BTNH)
         out = torch.empty(apart.shape, dtype=dtype, device=apart.device)
         for row_apart, scales, row_out in zip(apart, self.result_scales[:, layer], out, strict=True):
             widen_into(row_apart.transpose(0, 1), scales, row_out.transpose(0, 1))
         return out.flatten(2, 3)
 
 
-def _narrow(parts: tuple[torch.Tensor, ...], scales: torch.Tensor, places: torch.Tensor) -> None:
-    """`narrow` of each row's heads for each rank. parts: [B, T_r, rank, N_r, H]; scales: [B, rank, K, N_r]; places:
-    [K, B, T_r, rank, N_r, H].
-    """
-    for number, of_row in enumerate(scales):
-        for rank, scales_KN in enumerate(of_row):
-            narrow(tuple(part[number, :, rank] for part in parts), scales_KN, places[:, number, :, rank])
+def _send_rounded(trade: HeadTrade, part: int, parts_BTNH: tuple[torch.Tensor, ...], scales: torch.Tensor) -> None:
+    """`narrow` of each row's heads for each rank, to where they leave from. scales: [B, rank, K, N_r]."""
+    apart = [x.unflatten(-2, (scales.shape[1], -1)) for x in parts_BTNH]
+    for rank in range(scales.shape[1]):
+        place_KBTNH = trade.place(part, rank)
+        for number, of_row in enumerate(scales):
+            narrow(tuple(x[number, :, rank] for x in apart), of_row[rank], place_KBTNH[:, number])

@@ -4,8 +4,8 @@
 `ParallelContext` is handed to a model explicitly. Its ranks form one group that is used in one of two ways:
 
 - tensor parallel: every rank has all tokens and a part of each layer's channels (heads, FFN columns);
-- sequence parallel (Ulysses): every rank has all weights and a part of the tokens; around attention an all-to-all
-  trades tokens for heads, so each rank attends with `heads / size` heads over the whole sequence.
+- sequence parallel (Ulysses): every rank has all weights and a part of the tokens; around attention they trade tokens
+  for heads (`head_trade.py`), so each rank attends with `heads / size` heads over the whole sequence.
 
 Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages. With a VAE stage
 (`omni.vae_stage`) the pipeline's last rank holds no layer and decodes for the others.
@@ -14,7 +14,7 @@ tests/model_executor/layers/test_head_exchange.py and
 tests/model_executor/layers/test_stage_places.py.
 """
 
-# B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, D channels
+# B requests, T tokens (T_r: tokens of rank r), D channels
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.forward_graphs import between_graphs, kept_buffer, kept_copy
-from vllm_omni.model_executor.layers.rows import in_words
+from vllm_omni.model_executor.layers.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class ParallelContext:
     alone. A group of its own: a decode may run on another CUDA stream, beside the steps, and collectives of two
     streams in one group wait for each other in the order of issue.
     encodes: whether this rank holds the text encoder; of an engine's ranks one does, and the others get its rows.
+    peers: memory of sequence-parallel ranks that write into each other's; None = they can not, and use collectives.
     """
 
     rank: int = 0
@@ -51,6 +52,7 @@ class ParallelContext:
     partition: tuple[int, ...] = ()
     decode_group: dist.ProcessGroup | None = None
     encodes: bool = True
+    peers: PeerMemory | None = None
 
     @classmethod
     def from_vllm(
@@ -70,17 +72,19 @@ class ParallelContext:
         decode_group = None
         if vae_parallel and tensor.world_size > 1:
             decode_group = _another_group(tensor.ranks, tensor.device_group)
+        trades = sequence_parallel and tensor.world_size > 1
         return cls(
             rank=tensor.rank_in_group,
             size=tensor.world_size,
             group=tensor.device_group if tensor.world_size > 1 else None,
             stage=pipeline.rank_in_group,
             num_stages=pipeline.world_size - vae_stage,
-            sequence_parallel=sequence_parallel and tensor.world_size > 1,
+            sequence_parallel=trades,
             vae_stage=vae_stage,
             partition=tuple(partition),
             decode_group=decode_group,
             encodes=tensor.is_first_rank and pipeline.is_first_rank,
+            peers=PeerMemory.of_group(tensor) if trades else None,
         )
 
     @property
@@ -172,38 +176,10 @@ class ParallelContext:
         between_graphs(partial(dist.all_gather, parts, own, group=self.group))
         return parts
 
-    def tokens_to_heads(self, parts: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
-        """Trade each of `parts`, in one exchange: [B, T_r, N, H] (this rank's tokens) -> [B, num_tokens, N_r, H] (this
-        rank's heads). Parts are of one shape. Use the results before the next call: they may share its memory.
-        """
-        if not self.sequence_parallel:
-            return list(parts)
-        trade = HeadTrade(self, parts[0], [(part.dtype, 1) for part in parts])
-        for place, part in zip(trade.places, parts, strict=True):
-            in_words(place[0]).copy_(in_words(part.unflatten(-2, (self.size, -1))))
-        return [received[0] for received in trade.exchange(num_tokens)]
-
-    def heads_to_tokens(self, x_BTNH: torch.Tensor) -> torch.Tensor:
-        """Trade back: [B, T, N_r, H] (this rank's heads) -> [B, T_r, N, H] (this rank's tokens).
-
-        Use the result before the next call: that of a single token may share its memory.
-        """
-        if not self.sequence_parallel:
-            return x_BTNH
-        return in_words(self.heads_apart(x_BTNH)).flatten(2, 3).view(x_BTNH.dtype)
-
-    def heads_apart(self, x_BTNH: torch.Tensor) -> torch.Tensor:
-        """`heads_to_tokens` of sequence-parallel ranks, each rank's heads as they arrived: [B, T_r, size, N_r, H].
-
-        Use the result before the next call, whose memory it may share.
-        """
-        batch, num_tokens, heads, head_dim = x_BTNH.shape
-        lengths = split_evenly(num_tokens, self.size)
-        own = [lengths[self.rank]] * self.size
-        sent = kept_copy("heads sent", x_BTNH.transpose(0, 1))
-        received = kept_buffer("tokens received", (sum(own), batch, heads, head_dim), sent)
-        self.all_to_all(received.view(torch.uint8), sent.view(torch.uint8), own, lengths)
-        return received.unflatten(0, (self.size, -1)).permute(2, 1, 0, 3, 4)
+    def meet(self) -> None:
+        """Where ranks write into each other's memory: nobody writes again before all have read until here."""
+        if self.peers is not None:
+            self.peers.meet()
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_lengths: list[int], sent_lengths: list[int]
@@ -224,44 +200,6 @@ class ParallelContext:
         lengths = split_evenly(num_tokens, self.size)
         parts = self._gather(functional.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])))
         return torch.cat([part[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
-
-
-class HeadTrade:
-    """Numbers of this rank's tokens on their way to the ranks of their heads, all in one exchange of bytes.
-
-    They are written where they are sent from, and read where they arrive: of each token all its numbers lie side by
-    side, tokens of all ranks one after the other.
-
-    like: [B, T_r, N, H] on this rank. parts: type and number of tensors of that shape, the widest type first.
-    places: of each part, where to write it: [K, B, T_r, size, N_r, H], by rank and its heads.
-    """
-
-    def __init__(
-        self, parallel: ParallelContext, like_BTNH: torch.Tensor, parts: Sequence[tuple[torch.dtype, int]]
-    ) -> None:
-        batch, tokens, heads, self._width = like_BTNH.shape
-        self._parallel = parallel
-        self._parts = tuple(parts)
-        self._bytes = [kinds * heads // parallel.size * self._width * dtype.itemsize for dtype, kinds in parts]
-        shape = (parallel.size, tokens, batch, sum(self._bytes))
-        self._sent = kept_buffer("tokens sent", shape, like_BTNH, torch.uint8)
-        self.places = [part.permute(3, 2, 1, 0, 4, 5) for part in self._typed(self._sent)]
-
-    def exchange(self, num_tokens: int) -> list[torch.Tensor]:
-        """Return the received numbers, part by part: [K, B, num_tokens, N_r, H], of this rank's heads."""
-        size, tokens, batch, row = self._sent.shape
-        received = kept_buffer("heads received", (num_tokens, batch, row), self._sent)
-        lengths = split_evenly(num_tokens, size)
-        self._parallel.all_to_all(received, self._sent.flatten(0, 1), lengths, [tokens] * size)
-        return [part.permute(2, 1, 0, 3, 4) for part in self._typed(received)]
-
-    def _typed(self, bytes_: torch.Tensor) -> list[torch.Tensor]:
-        """[..., bytes of a token] -> of each part [..., K, N_r, H] in its type; views."""
-        pieces = bytes_.split(self._bytes, dim=-1)
-        return [
-            piece.view(dtype).unflatten(-1, (kinds, -1, self._width))
-            for piece, (dtype, kinds) in zip(pieces, self._parts, strict=True)
-        ]
 
 
 def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:

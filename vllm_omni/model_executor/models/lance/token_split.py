@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from vllm_omni.model_executor.layers.head_trade import heads_to_tokens, tokens_to_heads
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.config import LanceConfig
 from vllm_omni.model_executor.models.lance.pack import Expert, Pack
@@ -98,7 +99,7 @@ class TokenSplit:
             for q, share in zip(queries, self._shares, strict=True)
             for part in (q, k_tKH[:, share.kv], v_tKH[:, share.kv])
         ]
-        (traded,) = self._parallel.tokens_to_heads([torch.cat(sent, dim=1).unsqueeze(0)], num_tokens)
+        (traded,) = tokens_to_heads(self._parallel, [torch.cat(sent, dim=1).unsqueeze(0)], num_tokens)
         q, k, v = traded[0].split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         return q, k, v
 
@@ -107,7 +108,7 @@ class TokenSplit:
         if not self.active:
             return mixed_TNH
         if expert == "gen":
-            return self._parallel.heads_to_tokens(mixed_TNH.unsqueeze(0))[0]
+            return heads_to_tokens(self._parallel, mixed_TNH.unsqueeze(0))[0]
         parts = [torch.empty_like(mixed_TNH) for _ in range(self._parallel.size)]
         dist.all_gather(parts, mixed_TNH.contiguous(), group=self._parallel.group)
         return torch.cat(parts, dim=1)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.layers.head_trade import heads_to_tokens, tokens_to_heads
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, StackedLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -127,7 +128,7 @@ class ActionModule(nn.Module):
         q, k, v = self._heads(qkv, 3, self.config.mouse_width)
         if self.parallel.sequence_parallel:
             tokens = len(rows[0].action_cos)
-            q, k, v = self.parallel.tokens_to_heads((q, k, v), tokens)
+            q, k, v = tokens_to_heads(self.parallel, (q, k, v), tokens)
         attended = []
         for row, q_TNH, k_TNH, v_TNH in zip(rows, q, k, v, strict=True):
             window, places = row.window["mouse"], row.window.tokens_per_frame
@@ -136,7 +137,7 @@ class ActionModule(nn.Module):
             q_TNH = self.chains.head_rms_rope(q_TNH, *turn)
             q_FSNH, k_WSNH, v_WSNH = (x.unflatten(0, (-1, places)) for x in (q_TNH, *window.visible(index, row.frames)))
             attended.append(self.chains.attention_over_time(q_FSNH, k_WSNH, v_WSNH).flatten(0, 1))
-        return self.proj_mouse(self.parallel.heads_to_tokens(stack(attended)).flatten(-2))
+        return self.proj_mouse(heads_to_tokens(self.parallel, stack(attended)).flatten(-2))
 
     def keyboard(self, x_BTD: torch.Tensor, rows: Sequence[ActionRow], index: int) -> torch.Tensor:
         """The keyboard branch's update; the rows' K/V have been written."""
