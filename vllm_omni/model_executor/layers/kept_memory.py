@@ -2,7 +2,8 @@
 """`KeptMemory`: memory of requests and sessions that have ended, for later ones of the same sizes.
 
 A CUDA graph reads and writes the tensors of its capture. When a new session takes the ring of one that has ended, the
-graphs that were captured for that ring serve it from its first pass on. What was kept is emptied before it is taken.
+graphs that were captured for that ring serve it from its first pass on. What is given is emptied at once: a session
+that ends has more time than one that begins.
 
 It counts as free memory: none is left when a piece of other sizes must be made, and `trim` drops as much as live
 sessions need. Held by tests/model_executor/layers/test_kept_memory.py.
@@ -87,17 +88,17 @@ class KeptMemory(Generic[Piece]):
         return sum(piece.nbytes for piece in self._kept)
 
     def take(self, sizes: Hashable, make: Callable[[], Piece]) -> Piece:
-        """Return a piece of these `sizes`: a kept one, empty, or of `make`, for which all kept ones make room."""
+        """Return a piece of these `sizes`: a kept one or one of `make`, for which all kept ones make room."""
         piece = next((piece for piece in self._kept if piece.sizes == sizes), None)
         if piece is None:
             self.trim(0)
             return make()
         self._kept.remove(piece)
-        piece.clear()
         return piece
 
     def give(self, piece: Piece) -> None:
-        """Keep a piece that nobody else will use again."""
+        """Keep a piece that nobody else will use again, empty."""
+        piece.clear()
         self._kept.append(piece)
 
     def trim(self, nbytes: int) -> None:

@@ -166,7 +166,8 @@ class BandAttention(WanAttentionBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, channels, time, rows, width = x.shape
         frames = self.norm(x.transpose(1, 2).reshape(batch * time, channels, rows, width))
-        qkv = self.to_qkv(frames).movedim(1, -1)  # [frames, R, W, 3 C]
+        # Contiguous: otherwise torch has no fused kernel for it and multiplies in fp32.
+        qkv = self.to_qkv(frames).movedim(1, -1).contiguous()  # [frames, R, W, 3 C]
         query = qkv[..., :channels].flatten(1, 2)
         rows_first = self.bands.all_rows(qkv[..., channels:].transpose(0, 1))
         key, value = rows_first.transpose(0, 1).flatten(1, 2).chunk(2, dim=-1)
