@@ -98,6 +98,17 @@ def test_kept_memory_gives_way_oldest_first() -> None:
     assert rings.nbytes == 0
 
 
+def test_a_session_is_closed_outside_of_inference_too() -> None:
+    """Its window was made within: torch lets nobody else write to such tensors. An operator's call closes sessions."""
+    rings: KeptMemory[Ring] = KeptMemory()
+    with torch.inference_mode():
+        first = window(rings)
+        fill(first)
+    first.close()
+    with torch.inference_mode():
+        assert not window(rings).buffer.any()
+
+
 def test_memory_that_was_moved_is_not_kept() -> None:
     """No graph knows it where it is now."""
     rings: KeptMemory[Ring] = KeptMemory()

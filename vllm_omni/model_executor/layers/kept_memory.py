@@ -98,7 +98,8 @@ class KeptMemory(Generic[Piece]):
 
     def give(self, piece: Piece) -> None:
         """Keep a piece that nobody else will use again, empty."""
-        piece.clear()
+        with torch.inference_mode():  # as its tensors were made; sessions are closed between forwards
+            piece.clear()
         self._kept.append(piece)
 
     def trim(self, nbytes: int) -> None:
