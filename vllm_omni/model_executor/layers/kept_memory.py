@@ -2,7 +2,7 @@
 """`KeptMemory`: memory of requests and sessions that have ended, for later ones of the same sizes.
 
 A CUDA graph reads and writes the tensors of its capture. When a new session takes the ring of one that has ended, the
-graphs that were captured for that ring serve it from its first pass on. What is given is emptied at once: a session
+graphs that were captured for that ring serve it from its first pass on. A given piece is emptied at once: a session
 that ends has more time than one that begins.
 
 It counts as free memory: none is left when a piece of other sizes must be made, and `trim` drops as much as live

@@ -60,6 +60,6 @@ class PeerMemory:
         return symmetric_memory.rendezvous(buffer, self._group.group_name)
 
     def meet(self) -> None:
-        """Let what follows on this stream wait for what comes before on the others' streams."""
+        """Let later kernels of this stream wait for the earlier ones of the others' streams."""
         handle = next(iter(self._handles.values()))
         handle.barrier(channel=0)

@@ -64,7 +64,7 @@ def round_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
 
 
 def split_tokens(x: Input, count: int) -> list[Input]:
-    """Cut [T, D] into parts of `count` tokens, the last of what is left."""
+    """Cut [T, D] into parts of `count` tokens, the last of the rest."""
     if isinstance(x, torch.Tensor):
         return list(x.split(count))
     parts = zip(x.data.split(count), x.scale.split(count), strict=True)

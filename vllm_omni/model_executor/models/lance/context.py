@@ -99,7 +99,7 @@ class ContextWriter:
         return last
 
     def seen(self, cache: BranchCache) -> torch.Tensor:
-        """What a block sees of its finished context and of itself, as `Pack.seen` has it."""
+        """How much a block sees of its finished context and of itself, as `Pack.seen` has it."""
         return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
 
     def add_block(
