@@ -8,17 +8,15 @@ compiled graphs fix them. Held by tests/worker/test_hidden_state_layers.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3, SupportsMultiModal, supports_eagle3
 
 from vllm_omni.config import OmniConfig
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _DRAFTERS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
@@ -35,7 +33,7 @@ class LayerTaps:
     installed: bool
 
     @classmethod
-    def install(cls, vllm_config: "VllmConfig", model: nn.Module, drafter_reads_layers: bool) -> "LayerTaps":
+    def install(cls, vllm_config: VllmConfig, model: nn.Module, drafter_reads_layers: bool) -> "LayerTaps":
         """Make a freshly loaded model's forward return the layers named in the options.
 
         drafter_reads_layers: the forward already returns a drafter's layers, and only these are available: the drafter
@@ -72,7 +70,7 @@ def prepare_stages(model: nn.Module) -> None:
     eagle3_utils.reserve_aux_intermediate_tensor_slots(model)
 
 
-def _check_combination(vllm_config: "VllmConfig", model: nn.Module) -> None:
+def _check_combination(vllm_config: VllmConfig, model: nn.Module) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_MODEL:
         raise ValueError(

@@ -8,17 +8,14 @@ map per step; nothing is allocated for them. Held by tests/worker/test_hidden_st
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_omni.compat import WrapsAsyncOutput
 from vllm_omni.hidden_states import HiddenStatesRequest
 from vllm_omni.outputs import RequestFailed, pack_error
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class HiddenStateRows:
     def __bool__(self) -> bool:
         return bool(self._asked or self._failed)
 
-    def update(self, scheduler_output: "SchedulerOutput") -> None:
+    def update(self, scheduler_output: SchedulerOutput) -> None:
         """Take note of requests that start or end with this step."""
         if self._asked or self._failed:
             for req_id in scheduler_output.finished_req_ids:
