@@ -131,12 +131,12 @@ class HiddenStateRows:
         groups = []
         if self.copies:
             for layers, slices in wanted.items():
-                copy = _Copy.start([step.sources[self._source(k)] for k in layers], slices, self._copy_stream(step))
+                copy = _Copy([step.sources[self._source(k)] for k in layers], slices, self._copy_stream(step))
                 groups.append((copy, slices))
                 self.bytes_copied += copy.nbytes
         return TakenRows(len(step.req_ids), groups, errors)
 
-    def _copy_stream(self, step: StepRows) -> "torch.cuda.Stream | None":
+    def _copy_stream(self, step: StepRows) -> torch.cuda.Stream | None:
         """A stream of our own for copies to the host, made when the first request asks; None on CPU."""
         if self._stream is None and next(iter(step.sources.values())).is_cuda:
             self._stream = torch.cuda.Stream()
@@ -168,7 +168,12 @@ def _rows_to_skip(asked: _Asked, num_computed: int, count: int, drafts: int) -> 
 class _Copy:
     """Rows of one group of requests on their way to the host: `[num_rows, num_layers, hidden_size]`."""
 
-    def __init__(self, device_rows: torch.Tensor, stream: "torch.cuda.Stream | None") -> None:
+    def __init__(
+        self, sources: Sequence[torch.Tensor], slices: Sequence[_Slice], stream: torch.cuda.Stream | None
+    ) -> None:
+        """Start the copy. sources: one of each layer. stream: for the way to the host; None = the rows are there."""
+        layers = [torch.cat([source[piece.start : piece.end] for piece in slices]) for source in sources]
+        device_rows = layers[0].unsqueeze(1) if len(layers) == 1 else torch.stack(layers, dim=1)
         self.nbytes = device_rows.nbytes
         self._device_rows: torch.Tensor | None = device_rows
         self._done: torch.cuda.Event | None = None
@@ -181,13 +186,6 @@ class _Copy:
             self._rows = device_rows.to("cpu", non_blocking=True)
             self._done = torch.cuda.Event(blocking=True)
             self._done.record(stream)
-
-    @classmethod
-    def start(
-        cls, sources: Sequence[torch.Tensor], slices: Sequence[_Slice], stream: "torch.cuda.Stream | None"
-    ) -> "_Copy":
-        layers = [torch.cat([source[piece.start : piece.end] for piece in slices]) for source in sources]
-        return cls(layers[0].unsqueeze(1) if len(layers) == 1 else torch.stack(layers, dim=1), stream)
 
     def wait(self) -> torch.Tensor:
         if self._done is not None:
