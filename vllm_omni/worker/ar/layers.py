@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3, SupportsMultiModal, supports_eagle3
 
 from vllm_omni.config import OmniConfig
@@ -45,7 +44,8 @@ class LayerTaps:
         if wanted and wanted[-1] > num_layers:
             raise ValueError(f"omni.hidden_state_layers: the model has {num_layers} blocks, got {list(wanted)}")
         if drafter_reads_layers:
-            kept = _decoder(model).aux_hidden_state_layers
+            decoder = next(module for module in model.modules() if isinstance(module, EagleModelMixin))
+            kept = decoder.aux_hidden_state_layers
             if not set(wanted) <= set(kept):
                 raise ValueError(
                     f"omni.hidden_state_layers {list(wanted)}: with this drafter the model keeps {list(kept)} only"
@@ -89,11 +89,3 @@ def _layered(model: nn.Module) -> Any:
         return model
     inner = model.get_language_model() if isinstance(model, SupportsMultiModal) else None
     return inner if isinstance(inner, SupportsEagle3) else None
-
-
-def _decoder(model: nn.Module) -> EagleModelMixin:
-    return next(module for module in model.modules() if isinstance(module, EagleModelMixin))
-
-
-def is_middle_stage() -> bool:
-    return not get_pp_group().is_first_rank and not get_pp_group().is_last_rank

@@ -194,15 +194,13 @@ class _Copy:
         return self._rows
 
 
+@dataclass(frozen=True)
 class TakenRows:
     """The asked rows of one step, until the step's sampled tokens are known."""
 
-    def __init__(
-        self, num_reqs: int, groups: list[tuple[_Copy, list[_Slice]]], errors: dict[int, torch.Tensor]
-    ) -> None:
-        self._num_reqs = num_reqs
-        self._groups = groups
-        self._errors = errors
+    _num_reqs: int
+    _groups: list[tuple[_Copy, list[_Slice]]]
+    _errors: dict[int, torch.Tensor]
 
     def attach(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Put the rows of accepted tokens into `output.pooler_output`, None for every other request.

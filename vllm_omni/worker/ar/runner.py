@@ -18,7 +18,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_omni.worker.ar.layers import LayerTaps, is_middle_stage, prepare_stages
+from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
 from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
 
 logger = init_logger(__name__)
@@ -52,7 +52,12 @@ class _RowsMixin(_Runner):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         taken = self._take_rows() if self.hidden_state_rows else None
         output = super().sample_tokens(grammar_output)
-        return output if taken is None else _attached(taken, output)
+        if taken is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return HiddenStatesOutput(output, taken)
+        assert isinstance(output, ModelRunnerOutput)
+        return taken.attach(output)
 
     def _take_rows(self) -> TakenRows | None:
         """The rows of the step that has run; None = this rank has none."""
@@ -70,7 +75,7 @@ class ARModelRunnerV1Mixin(_RowsMixin):
             self.use_aux_hidden_state_outputs = pp.is_last_rank
             if pp.world_size > 1:
                 prepare_stages(self.get_model())
-            if is_middle_stage():
+            if not (pp.is_first_rank or pp.is_last_rank):
                 raise ValueError("omni.hidden_state_layers: the V1 runner hands layers on over two stages at most")
         if not pp.is_first_rank and self.intermediate_tensors is None:
             # Stock code makes them in its warm-up, which the CPU worker skips when eager with a given cache size.
@@ -146,14 +151,6 @@ class ARModelRunnerV2Mixin(_RowsMixin):
                 sources={**kept, self.hidden_state_rows.num_layers: state.hidden_states},
             )
         )
-
-
-def _attached(taken: TakenRows, output: Any) -> Any:
-    """Put the rows into the return value of `sample_tokens`, at once or when an asynchronous output is fetched."""
-    if isinstance(output, AsyncModelRunnerOutput):
-        return HiddenStatesOutput(output, taken)
-    assert isinstance(output, ModelRunnerOutput)
-    return taken.attach(output)
 
 
 def _make_rows(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateRows:
