@@ -123,7 +123,7 @@ class PipelineWorker:
         self.runner = PipelineRunner(
             host,
             step_at_a_time=steps_one_at_a_time(vllm_config),
-            on_lane_start=self._cpu_threads.give_to_lane,
+            on_lane_start=self._cpu_threads.give,
         )
         self._profiler: Any = None
         self._shut_down = False
@@ -293,7 +293,7 @@ class PipelineWorker:
         self._shut_down = True
         self.runner.close()
         self.runner.host.close()
-        self._cpu_threads.take_back()
+        self._cpu_threads.give()
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:
