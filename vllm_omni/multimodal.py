@@ -14,7 +14,7 @@ Held by tests/test_multimodal.py.
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from PIL import Image
 from vllm.inputs import MultiModalDataDict, MultiModalInput, mm_input
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
+    MultiModalFeatureSpec,
     MultiModalFieldElem,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
@@ -37,9 +38,6 @@ from vllm.multimodal.processing import (
 )
 
 from vllm_omni.actions import ACTION_TENSORS
-
-if TYPE_CHECKING:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 MODALITIES: Final = ("image", "video", "audio", "camera", "actions", "tensors")
 """Keys of `multi_modal_data`; `tensors` is a map of a model's other tensors. One item of each a request."""
@@ -129,7 +127,7 @@ class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
         )
 
 
-def feature_tensors(features: "Sequence[MultiModalFeatureSpec]") -> dict[str, torch.Tensor]:
+def feature_tensors(features: Sequence[MultiModalFeatureSpec]) -> dict[str, torch.Tensor]:
     """Return the tensors of a scheduled request's `mm_features` by name."""
     return {
         name: elem.data

@@ -22,20 +22,20 @@ def threads() -> Iterator[int]:
 def test_lanes_compute_with_all_threads_and_their_owner_with_one(threads: int) -> None:
     owned = CpuThreads(torch.device("cpu"))
     seen: list[tuple[str, int]] = []
-    lanes = [Lane[None](name, owned.give_to_lane) for name in ("a", "b")]
+    lanes = [Lane[None](name, owned.give) for name in ("a", "b")]
     for lane in lanes:
         lane.start(lambda gate: seen.append((threading.current_thread().name, torch.get_num_threads())))
         assert lane.advance() == (True, None)
         assert torch.get_num_threads() == 1, "a lane's choice is its own"
         lane.close()
     assert seen == [("a", threads), ("b", threads)]
-    owned.take_back()
+    owned.give()
     assert torch.get_num_threads() == threads
 
 
 def test_a_gpu_s_host_is_left_alone(threads: int) -> None:
     owned = CpuThreads(torch.device("cuda", 0))
     assert torch.get_num_threads() == threads
-    owned.give_to_lane()
-    owned.take_back()
+    owned.give()
+    owned.give()
     assert torch.get_num_threads() == threads

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_omni.worker.diffusion.batches import group_requests
+from vllm_omni.worker.diffusion.batches import group_states
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,19 @@ from vllm_omni.worker.diffusion.batches import group_requests
 def test_groups(keys: str, limit: int, groups: list[str]) -> None:
     """Letters are batch keys."""
     model = SimpleNamespace(batch_key=lambda request: request.key)
-    requests = [SimpleNamespace(key=key, number=number, adapters=()) for number, key in enumerate(keys)]
-    result = group_requests(model, requests, limit)  # type: ignore[arg-type]
-    assert ["".join(request.key for request in group) for group in result] == groups
+    chunks = [SimpleNamespace(key=key, number=number, adapters=()) for number, key in enumerate(keys)]
+    states = [SimpleNamespace(chunk=chunk) for chunk in chunks]
+    result = group_states(model, states, limit)  # type: ignore[arg-type]
+    assert ["".join(state.chunk.key for state in group) for group in result] == groups
     for group in result:
-        numbers = [request.number for request in group]
+        numbers = [state.chunk.number for state in group]
         assert numbers == sorted(numbers)
 
 
 def test_requests_of_different_adapters_take_different_forwards() -> None:
     """Adapters belong to a whole forward."""
     model = SimpleNamespace(batch_key=lambda request: request.key)
-    requests = [SimpleNamespace(key="a", adapters=adapters) for adapters in ((), ("ink",), (), ("ink",), ("wool",))]
-    groups = group_requests(model, requests, 4)  # type: ignore[arg-type]
-    assert [[request.adapters for request in group] for group in groups] == [[()] * 2, [("ink",)] * 2, [("wool",)]]
+    chunks = [SimpleNamespace(key="a", adapters=adapters) for adapters in ((), ("ink",), (), ("ink",), ("wool",))]
+    groups = group_states(model, [SimpleNamespace(chunk=chunk) for chunk in chunks], 4)  # type: ignore[misc]
+    adapters = [[state.chunk.adapters for state in group] for group in groups]  # type: ignore[union-attr]
+    assert adapters == [[()] * 2, [("ink",)] * 2, [("wool",)]]

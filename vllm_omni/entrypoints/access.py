@@ -122,12 +122,13 @@ class KeyGuard:
     def _needs_key(self, scope: Scope) -> bool:
         if not self._access.needs_key or scope["type"] not in ("http", "websocket"):
             return False  # the server's start and stop
-        path = _route_path(scope)
+        path = route_path(scope)
         is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
         return scope.get("method") != "OPTIONS" and not is_open
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
+    """A request's path below the server's own root."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
@@ -145,7 +146,7 @@ def _offered_ticket(websocket: WebSocket) -> str:
 
 def _without_ticket(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
     """The same connection as a door sees it: its own path, no trace of the ticket."""
-    path = scope.get("root_path", "") + "/v1/" + _route_path(scope).removeprefix(SOCKET_PREFIX)
+    path = scope.get("root_path", "") + "/v1/" + route_path(scope).removeprefix(SOCKET_PREFIX)
     subprotocols = [item for item in scope.get("subprotocols") or [] if not item.startswith(TICKET_SUBPROTOCOL)]
     query = [item for item in parse_qsl(scope["query_string"].decode("latin-1")) if item[0] != "ticket"]
     kept = ("type", "asgi", "http_version", "scheme", "server", "client", "root_path", "extensions", "state")

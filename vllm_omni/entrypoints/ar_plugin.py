@@ -12,7 +12,7 @@ Held by tests/entrypoints/test_hidden_states_served.py.
 import copy
 from argparse import Namespace
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse, Response
@@ -20,6 +20,8 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.tasks import SupportedTask
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine import OmniEngine
@@ -29,10 +31,6 @@ from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of, to_safetensors
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.processes import end_with_parent
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-    from vllm.tasks import SupportedTask
 
 ROUTE = "/v1/hidden_states/{response_id}"
 _STATUS = {"not_found": 404, "not_finished": 409}
@@ -44,7 +42,7 @@ class HiddenStatesEndpoint:
     """The route and the rows of one API server process. Satisfies `EndpointPlugin`."""
 
     name = "vllm_omni_ar"
-    required_tasks: "tuple[SupportedTask, ...] | None" = ("generate",)
+    required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
 
     def __init__(self) -> None:
         self._store: HiddenStatesStore | None = None
@@ -121,8 +119,8 @@ class EngineClientWithRows:
         return outputs if asked is None else self._keep(outputs, request_id, sampling_params.n)
 
     async def _keep(
-        self, outputs: "AsyncGenerator[RequestOutput, None]", request_id: str, num_completions: int
-    ) -> "AsyncGenerator[RequestOutput, None]":
+        self, outputs: AsyncGenerator[RequestOutput, None], request_id: str, num_completions: int
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Pass outputs on. Rows end in the store before the client can know that the request has ended."""
         found: dict[int, list[HiddenStates | None]] = {}
         self._store.begin(request_id)

@@ -12,13 +12,14 @@ import tempfile
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 from vllm.engine.protocol import EngineClient
+from vllm.tasks import SupportedTask
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints import websocket as websocket_options
@@ -46,9 +47,6 @@ from vllm_omni.entrypoints.session_routes import SessionRoutes
 from vllm_omni.entrypoints.webui import pages
 from vllm_omni.processes import end_with_parent
 
-if TYPE_CHECKING:
-    from vllm.tasks import SupportedTask
-
 _CODEC_THREADS: Final = 4
 _HEADER_BYTES: Final = 16 << 20
 """Bound of a snapshot's bytes besides its tensors."""
@@ -60,7 +58,7 @@ class OmniEndpoints:
     """All routes of this package in one API server process. Satisfies `EndpointPlugin`."""
 
     name = "vllm_omni"
-    required_tasks: "tuple[SupportedTask, ...] | None" = ("plugin",)
+    required_tasks: tuple[SupportedTask, ...] | None = ("plugin",)
 
     def __init__(self) -> None:
         self._camera_door: world_camera.WorldCameraDoor | None = None

@@ -10,7 +10,7 @@ from typing import Final
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni.entrypoints.access import OPEN_PATHS, TICKET_PATH
+from vllm_omni.entrypoints.access import OPEN_PATHS, TICKET_PATH, route_path
 from vllm_omni.entrypoints.openai.errors import from_failure
 from vllm_omni.entrypoints.quotas import Quotas
 from vllm_omni.entrypoints.realtime.connection import client_of
@@ -35,12 +35,12 @@ class QuotaGuard:
         return guarded
 
     async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in _CHARGED or not _costs(_path(scope)):
+        if scope["type"] != "http" or scope["method"] not in _CHARGED or not _costs(route_path(scope)):
             await app(scope, receive, send)
             return
         allowance = self.quotas.of(client_of(HTTPConnection(scope)))
         try:
-            if scope["method"] == "POST" and not _path(scope).startswith(SESSIONS_PATH):
+            if scope["method"] == "POST" and not route_path(scope).startswith(SESSIONS_PATH):
                 allowance.check_chunk()
                 allowance.charge_chunks(1)
             else:
@@ -55,10 +55,6 @@ class QuotaGuard:
             await send(message)
 
         await app(scope, receive, charged)
-
-
-def _path(scope: Scope) -> str:
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _costs(path: str) -> bool:

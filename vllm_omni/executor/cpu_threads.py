@@ -18,12 +18,7 @@ class CpuThreads:
         if self._count is not None:
             torch.set_num_threads(1)
 
-    def give_to_lane(self) -> None:
-        """Called on a lane's thread."""
-        if self._count is not None:
-            torch.set_num_threads(self._count)
-
-    def take_back(self) -> None:
-        """Called in the engine's thread when no lane is left; idempotent."""
+    def give(self) -> None:
+        """To the calling thread: a lane's when it starts, the engine's when no lane is left. Idempotent."""
         if self._count is not None:
             torch.set_num_threads(self._count)

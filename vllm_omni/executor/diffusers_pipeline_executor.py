@@ -12,12 +12,15 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.profiler.wrapper import create_worker_profiler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -33,11 +36,6 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.registration import steps_one_at_a_time
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -72,7 +70,7 @@ class DiffusersPipelineExecutor(Executor):
         return future
 
     def execute_model(  # type: ignore[override]
-        self, scheduler_output: "SchedulerOutput", non_block: bool = False
+        self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
         output = self.worker.runner.execute_model(scheduler_output)
         return _done(output) if non_block else output
@@ -107,7 +105,7 @@ def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
 class PipelineWorker:
     """Methods for `collective_rpc`. Return values are JSON types where clients may call."""
 
-    def __init__(self, vllm_config: "VllmConfig") -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         end_with_parent()
         self.vllm_config = vllm_config
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
@@ -125,14 +123,14 @@ class PipelineWorker:
         self.runner = PipelineRunner(
             host,
             step_at_a_time=steps_one_at_a_time(vllm_config),
-            on_lane_start=self._cpu_threads.give_to_lane,
+            on_lane_start=self._cpu_threads.give,
         )
         self._profiler: Any = None
         self._shut_down = False
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def execute_model(self, scheduler_output: "SchedulerOutput") -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
 
     def request_progress(self) -> dict[str, list[int]]:
@@ -224,7 +222,7 @@ class PipelineWorker:
 
     # -- adapters ----------------------------------------------------------------------------------------------
 
-    def add_lora(self, lora_request: "LoRARequest") -> bool:
+    def add_lora(self, lora_request: LoRARequest) -> bool:
         """vLLM's own call: load an adapter under its name; requests then name it in `options.lora`."""
         host, source = self.runner.host, LoraSource(path=lora_request.lora_path)
         return host.adapters.add(host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id)
@@ -295,10 +293,10 @@ class PipelineWorker:
         self._shut_down = True
         self.runner.close()
         self.runner.host.close()
-        self._cpu_threads.take_back()
+        self._cpu_threads.give()
 
 
-def _device(vllm_config: "VllmConfig") -> torch.device:
+def _device(vllm_config: VllmConfig) -> torch.device:
     """The one device of this engine: a data-parallel engine takes the GPU of its local rank, as vLLM's worker does."""
     kind = vllm_config.device_config.device_type
     if kind != "cuda":

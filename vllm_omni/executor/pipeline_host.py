@@ -50,7 +50,10 @@ class PipelineHost:
                 "already; drop the option"
             )
         if options.offload != "none":
-            _require("accelerate", "omni.model.offload")
+            try:
+                import accelerate  # noqa: F401
+            except ImportError as error:
+                raise ValueError("omni.model.offload needs the package 'accelerate': pip install accelerate") from error
         self.adapters = Adapters(options.loras)
         self._pipeline: Any = None
         self._asleep_level = 0
@@ -211,10 +214,3 @@ class PipelineHost:
         if self.device.type == "cuda":
             return int(torch.cuda.memory_allocated(self.device))
         return 0 if self._pipeline is None else self.nbytes
-
-
-def _require(module: str, option: str) -> None:
-    try:
-        __import__(module)
-    except ImportError as error:
-        raise ValueError(f"{option} needs the package {module!r}: pip install {module}") from error

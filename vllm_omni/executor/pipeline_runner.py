@@ -17,9 +17,10 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.executor.adapters import Selection
@@ -30,9 +31,6 @@ from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.results import FiniteCheck
 from vllm_omni.outputs import RequestFailed, pack, pack_error
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -82,7 +80,7 @@ class PipelineRunner:
 
     # -- the engine step ---------------------------------------------------------------------------------------
 
-    def execute_model(self, scheduler_output: "SchedulerOutput") -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One turn for each scheduled request that has a lane or gets one."""
         for request_id in scheduler_output.finished_req_ids:
             self._drop(request_id)

@@ -8,9 +8,10 @@ error. Workers and the executor without workers share it. Held by tests/model_ex
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.inputs import DiffusionParams, request_tensors
@@ -18,10 +19,6 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.results import FiniteCheck, PendingResult
 from vllm_omni.multimodal import feature_tensors
 from vllm_omni.outputs import RequestFailed
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.sched.output import NewRequestData
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -34,7 +31,7 @@ class RequestState:
     params: DiffusionParams | None
     tensors: dict[str, torch.Tensor]
     chunk: DiffusionRequest | None = None
-    lora_request: "LoRARequest | None" = None
+    lora_request: LoRARequest | None = None
     """The adapter that the request names by vLLM's own argument."""
     index: int = 0
     """Of the chunk in its session."""
@@ -65,7 +62,7 @@ class RequestState:
 class RequestStates(dict[str, RequestState]):
     """Request id -> its state, oldest first."""
 
-    def add(self, data: "NewRequestData") -> RequestState:
+    def add(self, data: NewRequestData) -> RequestState:
         """Read a newly scheduled request; a malformed one becomes a state with `failure` set."""
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:

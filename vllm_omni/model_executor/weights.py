@@ -53,7 +53,7 @@ def load_strict(
     check_shapes(fit.found, fit.expected, f"{what}: {source.where}")
     assert slots.keys() <= fit.expected.keys(), f"{what}: the model has parameters that its own list of names lacks"
     if mistyped := fit.mistyped(source.dtypes, slots):
-        raise ValueError(f"{what}: {source.where} has tensors of another type than this model: {_some(mistyped)}")
+        raise ValueError(f"{what}: {source.where} has tensors of another type than this model: {some(mistyped)}")
 
     targets = {fit.stored[target]: target for target in slots}
     unfilled, non_finite = set(slots), []
@@ -65,8 +65,8 @@ def load_strict(
         if not is_finite(held):
             non_finite.append(name)
     if non_finite:
-        raise ValueError(f"{what}: {source.where} has NaN or Inf in {_some(non_finite)}; download it again")
-    assert not unfilled, f"{what}: {_some(sorted(unfilled))} left unfilled"
+        raise ValueError(f"{what}: {source.where} has NaN or Inf in {some(non_finite)}; download it again")
+    assert not unfilled, f"{what}: {some(sorted(unfilled))} left unfilled"
 
 
 def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], where: str) -> None:
@@ -81,7 +81,7 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
         ],
     }
     if any(problems.values()):
-        listed = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
+        listed = "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
         raise ValueError(f"{where} does not fit this model ({len(expected)} tensors expected): {listed}")
 
 
@@ -90,5 +90,6 @@ def shapes_of(module: nn.Module) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """How many names there are, and the first three."""
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"

@@ -16,10 +16,13 @@ VARIABLE: Final = "VLLM_OMNI_RAY_ON_CPU"
 
 def platform() -> str | None:
     """The platform class for this process; None = not ours to choose."""
-    if os.environ.get(VARIABLE) != "1":
-        return None
+    asked = os.environ.get(VARIABLE) == "1"
+    return "vllm_omni.platforms.ray_cpu.RayCpuPlatform" if asked and is_cpu_build() else None
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is a CPU build, as vLLM itself decides: by its version."""
     try:
-        on_cpu = "cpu" in importlib.metadata.version("vllm")  # as vLLM itself decides
+        return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return None
-    return "vllm_omni.platforms.ray_cpu.RayCpuPlatform" if on_cpu else None
+        return False

@@ -109,39 +109,37 @@ def _results(answers: Sequence[dict[str, Any]]) -> list[Any]:
 
 def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]) -> T:
     """Run an exchange over a synchronous `collective_rpc` (that of `LLM`)."""
-    answer: Any = None
-    failure: BaseException | None = None
-    while True:
-        try:
-            call = exchange.send(answer) if failure is None else exchange.throw(failure)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        answer, failure = None, None
-        try:
-            time.sleep(call.after_s)
-            answer = rpc(call.method, args=call.args)
-        except Exception as error:  # the exchange cleans up, then it goes on
-            failure = error
+    try:
+        call = next(exchange)
+        while True:
+            try:
+                time.sleep(call.after_s)
+                answers = rpc(call.method, args=call.args)
+            except Exception as error:  # the exchange cleans up, then it goes on
+                call = exchange.throw(error)
+            else:
+                call = exchange.send(answers)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 async def run_exchange_async(exchange: Exchange[T], rpc: Callable[[Call], Awaitable[list[dict[str, Any]]]]) -> T:
     """The same for an engine client whose RPCs are awaited."""
-    answer: Any = None
-    failure: BaseException | None = None
-    while True:
-        try:
-            call = exchange.send(answer) if failure is None else exchange.throw(failure)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        answer, failure = None, None
-        try:
-            if call.after_s:
-                await asyncio.sleep(call.after_s)
-            answer = await rpc(call)
-        except BaseException as error:
-            failure = error
+    try:
+        call = next(exchange)
+        while True:
+            try:
+                if call.after_s:
+                    await asyncio.sleep(call.after_s)
+                answers = await rpc(call)
+            except BaseException as error:
+                call = exchange.throw(error)
+            else:
+                call = exchange.send(answers)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 def package_version() -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.platforms import is_cpu_build
 
 if TYPE_CHECKING:
     from vllm_omni.inputs import UsedLora
@@ -111,7 +112,6 @@ def _replay(
     frames: list[Any] | None,
 ) -> int | None:
     """Run the chunks on an engine of our own; returns the number of the first that differs."""
-    from vllm_omni.entrypoints.cli.serve import is_cpu_build
     from vllm_omni.outputs import RequestFailed
 
     if is_cpu_build():

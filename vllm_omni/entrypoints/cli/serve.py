@@ -40,6 +40,7 @@ from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.tickets import SECRET_VARIABLE
 from vllm_omni.entrypoints.webui.address import page_url
+from vllm_omni.platforms import is_cpu_build
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.registry import ModelFamily
@@ -181,14 +182,6 @@ def serve_parser() -> argparse.ArgumentParser:
 def installed_plugins() -> list[str]:
     """Names of the plugins vLLM loads when VLLM_PLUGINS is unset."""
     return [entry.name for group in _PLUGIN_GROUPS for entry in importlib.metadata.entry_points(group=group)]
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM is a CPU build, as vLLM itself decides: by its version."""
-    try:
-        return "cpu" in importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:

@@ -78,12 +78,13 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
     return ApiError(404, message, code=code, param=param)
 
 
-def from_failure(failure: RequestFailed | DoorError, param: str | None = None) -> ApiError:
+def from_failure(failure: RequestFailed | DoorError) -> ApiError:
     """HTTP error for a failure of the engine, the model or the image reader."""
     status = _STATUS.get(failure.code, 400)
     retry_after_s: float | None = _RETRY_AFTER_S.get(failure.code)
+    param = None
     if isinstance(failure, DoorError):
-        param = failure.param or param
+        param = failure.param
         if "retry_after_ms" in failure.details:
             retry_after_s = math.ceil(failure.details["retry_after_ms"] / 1e3)
     return ApiError(status, failure.message, code=failure.code, param=param, retry_after_s=retry_after_s)

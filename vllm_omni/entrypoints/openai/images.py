@@ -94,7 +94,7 @@ class ImageRoutes:
             raise invalid("this route takes no files; send them to /v1/images/edits", next(iter(body.files)))
         asked = read_request(ImageGenerationRequest, body.fields, body.is_form)
         plan = plan_pictures(asked, self._served)
-        return await self._answer(request, self._call(request, asked, plan, {}, is_edit=False))
+        return await self._answer(request, asked, plan, {}, is_edit=False)
 
     @answer_errors
     async def edits(self, request: Request) -> Response:
@@ -111,7 +111,7 @@ class ImageRoutes:
         arrays = await self._off_loop(self._read_inputs, sources, mask)
         height, width = arrays["image"].shape[:2]
         plan = plan_pictures(asked, self._served, input_size=(width, height))
-        return await self._answer(request, self._call(request, asked, plan, arrays, is_edit=True))
+        return await self._answer(request, asked, plan, arrays, is_edit=True)
 
     @answer_errors
     async def file_content(self, request: Request, file_id: str) -> Response:
@@ -121,16 +121,6 @@ class ImageRoutes:
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix[1:]])
 
     # -- one call ----------------------------------------------------------------------------------------------------
-
-    def _call(
-        self,
-        request: Request,
-        asked: ImageGenerationRequest,
-        plan: PicturePlan,
-        arrays: dict[str, np.ndarray],
-        is_edit: bool,
-    ) -> _Call:
-        return _Call(asked, plan, arrays, asked.output_format or "png", str(request.base_url), is_edit)
 
     def _read_inputs(self, sources: list[Any], mask: bytes | None) -> dict[str, np.ndarray]:
         arrays = {
@@ -142,7 +132,15 @@ class ImageRoutes:
             arrays["mask"] = read_mask(mask, height, width, self._door_limits)
         return arrays
 
-    async def _answer(self, request: Request, call: _Call) -> Response:
+    async def _answer(
+        self,
+        request: Request,
+        asked: ImageGenerationRequest,
+        plan: PicturePlan,
+        arrays: dict[str, np.ndarray],
+        *,
+        is_edit: bool,
+    ) -> Response:
         if self.is_full:
             door_metrics().request_done(ENDPOINT, "refused", 0.0)
             raise ApiError(
@@ -151,7 +149,8 @@ class ImageRoutes:
                 code="too_many_requests",
                 retry_after_s=2,
             )
-        if call.request.stream:
+        call = _Call(asked, plan, arrays, asked.output_format or "png", str(request.base_url), is_edit)
+        if asked.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
         return await until_disconnected(request, self._whole(call))
 

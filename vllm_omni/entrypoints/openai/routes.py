@@ -8,6 +8,7 @@ tests/entrypoints/openai/test_openai_served.py and test_openai_schema.py.
 
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -100,7 +101,7 @@ class OpenAIRoutes:
         self.stats_interval_s = limits.stats_interval_s
 
     def attach(self, app: FastAPI) -> None:
-        add = _Adder(app)
+        add = partial(_add, app)
         add(
             "/v1/images/generations",
             self._generations,
@@ -210,49 +211,44 @@ class OpenAIRoutes:
         return await self.videos.content(request, video_id)
 
 
-class _Adder:
-    def __init__(self, app: FastAPI) -> None:
-        self._app = app
-
-    def __call__(
-        self,
-        path: str,
-        route: Route,
-        method: str = "POST",
-        *,
-        body: dict[str, dict[str, Any]] | None = None,
-        reply: type[BaseModel] | None = None,
-        media_types: Sequence[str] = (),
-        parameters: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        extra: dict[str, Any] = {}
-        if body is not None:
-            content = {media_type: {"schema": schema} for media_type, schema in body.items()}
-            extra["requestBody"] = {"required": True, "content": content}
-        if parameters:
-            extra["parameters"] = list(parameters)
-        errors: dict[int | str, dict[str, Any]] = {
-            "4XX": {"model": ErrorReply, "description": "The request is refused."},
-            "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+def _add(
+    app: FastAPI,
+    path: str,
+    route: Route,
+    method: str = "POST",
+    *,
+    body: dict[str, dict[str, Any]] | None = None,
+    reply: type[BaseModel] | None = None,
+    media_types: Sequence[str] = (),
+    parameters: Sequence[dict[str, Any]] = (),
+) -> None:
+    extra: dict[str, Any] = {}
+    if body is not None:
+        content = {media_type: {"schema": schema} for media_type, schema in body.items()}
+        extra["requestBody"] = {"required": True, "content": content}
+    if parameters:
+        extra["parameters"] = list(parameters)
+    errors: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": ErrorReply, "description": "The request is refused."},
+        "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+    }
+    success: dict[str, Any] = {"description": "Success"}
+    if reply is not None:
+        success["model"] = reply
+    if media_types:
+        success["content"] = {
+            media_type: {"schema": {} if media_type == "text/event-stream" else _BINARY} for media_type in media_types
         }
-        success: dict[str, Any] = {"description": "Success"}
-        if reply is not None:
-            success["model"] = reply
-        if media_types:
-            success["content"] = {
-                media_type: {"schema": {} if media_type == "text/event-stream" else _BINARY}
-                for media_type in media_types
-            }
-        self._app.add_api_route(
-            path,
-            route,
-            methods=[method],
-            response_class=Response,
-            response_model=None,
-            responses={200: success, **errors},
-            openapi_extra=extra or None,
-            tags=["omni"],
-        )
+    app.add_api_route(
+        path,
+        route,
+        methods=[method],
+        response_class=Response,
+        response_model=None,
+        responses={200: success, **errors},
+        openapi_extra=extra or None,
+        tags=["omni"],
+    )
 
 
 def _schema(model: type[BaseModel], more: dict[str, Any] | None = None, required: Sequence[str] = ()) -> dict[str, Any]:

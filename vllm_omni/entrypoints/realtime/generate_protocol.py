@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.realtime.controls import (
 )
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
+from vllm_omni.entrypoints.realtime.protocol import check_prompt, with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Loras
 
@@ -150,9 +150,9 @@ def parse_init(value: Any, limits: DoorLimits, space: ActionSpace = CAMERA_SPACE
     init = _convert(value, Init)
     if init.enhance_prompt:
         raise DoorError("invalid_request", "enhance_prompt is not offered", param="enhance_prompt")
-    _check_prompt(init.prompt, limits, empty_ok=True)
+    check_prompt(init.prompt, limits, empty_ok=True)
     for timed in init.prompts:
-        _check_prompt(timed.prompt, limits, empty_ok=False)
+        check_prompt(timed.prompt, limits, empty_ok=False)
     image = init.first_frame
     if isinstance(image, str) and not image.startswith("data:image/"):
         raise DoorError("invalid_image", "first_frame must be the image's bytes or a data: URL", param="first_frame")
@@ -193,7 +193,7 @@ class EventReader:
         if kind == "prompt":
             if not isinstance(payload, str):
                 raise DoorError("invalid_request", "a prompt must be text", param="payload")
-            _check_prompt(payload, self.limits, empty_ok=False)
+            check_prompt(payload, self.limits, empty_ok=False)
             return Prompt(payload)
         if kind == "camera_actions":
             if isinstance(payload, dict) and payload.get("mode") == "state":
@@ -244,17 +244,6 @@ def _convert(value: Any, kind: type[Any]) -> Any:
         return msgspec.convert(with_whole_numbers(value), kind)
     except msgspec.ValidationError as error:
         raise DoorError("invalid_request", str(error)) from None
-
-
-def _check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool) -> None:
-    if not prompt.strip() and not empty_ok:
-        raise DoorError("invalid_request", "a prompt must not be empty", param="prompt")
-    if len(prompt) > limits.max_prompt_chars:
-        raise DoorError(
-            "prompt_too_long",
-            f"the prompt has {len(prompt)} characters; at most {limits.max_prompt_chars} are allowed",
-            param="prompt",
-        )
 
 
 def _script(value: Any, space: ActionSpace) -> Script:

@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.realtime.checkpoints import Checkpoints
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.kept_sessions import KeptSessions, claimed
+from vllm_omni.entrypoints.realtime.protocol import check_prompt
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
@@ -118,15 +119,10 @@ class SessionMobility:
             await asyncio.to_thread(check_table, path)
         except (RequestFailed, OSError) as error:
             raise _as_door_error(error) from error
-        most = self.manager.limits.max_prompt_chars
         for fields in (header.opening, *(part.scalars for part in header.ranks)):
             prompt, seed = fields.get("prompt"), fields.get("seed")
-            if isinstance(prompt, str) and len(prompt) > most:
-                raise DoorError(
-                    "prompt_too_long",
-                    f"the snapshot's prompt has {len(prompt)} characters; at most {most} are allowed",
-                    param="prompt",
-                )
+            if isinstance(prompt, str):
+                check_prompt(prompt, self.manager.limits, name="the snapshot's prompt")
             try:
                 msgspec.convert(seed, Seed | None)
             except msgspec.ValidationError as error:

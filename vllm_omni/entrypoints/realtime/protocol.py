@@ -185,12 +185,8 @@ def parse(value: Any, limits: DoorLimits) -> Message:
 
 def _check_infer(infer: Infer, limits: DoorLimits) -> None:
     extra = infer.extra_body
-    if infer.prompt is not None and len(infer.prompt) > limits.max_prompt_chars:
-        raise DoorError(
-            "prompt_too_long",
-            f"the prompt has {len(infer.prompt)} characters; at most {limits.max_prompt_chars} are allowed",
-            param="prompt",
-        )
+    if infer.prompt is not None:
+        check_prompt(infer.prompt, limits)
     if extra.video_format is not None and extra.video_format not in CODECS:
         raise DoorError("unsupported_codec", f"video_format must be one of {', '.join(CODECS)}", param="video_format")
     if infer.session_id is not None and extra.session_id not in (None, infer.session_id):
@@ -198,6 +194,18 @@ def _check_infer(infer: Infer, limits: DoorLimits) -> None:
     if not _is_json(extra.options):
         raise DoorError(
             "invalid_request", "extra_body.options takes numbers, text, lists and maps only", param="options"
+        )
+
+
+def check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool = True, name: str = "the prompt") -> None:
+    """Raises `DoorError` for a prompt that is too long, or empty where it may not be. name: of it in the error."""
+    if not prompt.strip() and not empty_ok:
+        raise DoorError("invalid_request", f"{name} must not be empty", param="prompt")
+    if len(prompt) > limits.max_prompt_chars:
+        raise DoorError(
+            "prompt_too_long",
+            f"{name} has {len(prompt)} characters; at most {limits.max_prompt_chars} are allowed",
+            param="prompt",
         )
 
 

@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Script, 
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import MIB, DoorLimits
 from vllm_omni.entrypoints.realtime.pose_track import Command, unit_quaternion
-from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
+from vllm_omni.entrypoints.realtime.protocol import check_prompt, with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Lora, Loras
 
@@ -145,9 +145,9 @@ def parse_start(value: dict[str, Any], limits: DoorLimits, space: ActionSpace = 
     start: Start = _convert(fields, Start, "Invalid session.start")
     if start.format != FORMAT:
         raise DoorError("unsupported_codec", f"Invalid session.start format: expected '{FORMAT}'.", param="format")
-    _check_prompt(start.prompt, limits, empty_ok=space.prompt != "required")
+    check_prompt(start.prompt, limits, empty_ok=space.prompt != "required")
     for timed in start.extra_params.prompts:
-        _check_prompt(timed.prompt, limits, empty_ok=False)
+        check_prompt(timed.prompt, limits, empty_ok=False)
     if (start.width is None) != (start.height is None):
         raise DoorError("invalid_request", "Invalid session.start: send width and height, or neither", param="width")
     if start.extra_params.preencode_mp4:
@@ -169,7 +169,7 @@ def parse_interaction(value: dict[str, Any], limits: DoorLimits, space: ActionSp
     if camera is not None and actions is not None:
         raise DoorError("invalid_request", "send multi_modal_data.camera or .actions: one of the two")
     if event.prompt is not None:
-        _check_prompt(event.prompt, limits, empty_ok=False)
+        check_prompt(event.prompt, limits, empty_ok=False)
     event_id = wanted.event_id or uuid.uuid4().hex
     command = None
     if camera is not None:
@@ -188,14 +188,3 @@ def _convert(value: Any, kind: type[Any], what: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise DoorError("invalid_request", f"{what}: {error}") from None
-
-
-def _check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool) -> None:
-    if not prompt.strip() and not empty_ok:
-        raise DoorError("invalid_request", "prompt must not be empty", param="prompt")
-    if len(prompt) > limits.max_prompt_chars:
-        raise DoorError(
-            "prompt_too_long",
-            f"the prompt has {len(prompt)} characters; at most {limits.max_prompt_chars} are allowed",
-            param="prompt",
-        )

@@ -11,13 +11,14 @@ import contextlib
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.engine.protocol import EngineClient
+from vllm.tasks import SupportedTask
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_omni.config import OmniConfig
@@ -28,15 +29,12 @@ from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.registry import detect_family
 from vllm_omni.pipeline.speech import SpeechModel
 
-if TYPE_CHECKING:
-    from vllm.tasks import SupportedTask
-
 
 class SpeechEndpoints:
     """Satisfies `EndpointPlugin`."""
 
     name = "vllm_omni_speech"
-    required_tasks: "tuple[SupportedTask, ...] | None" = ("generate",)
+    required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
 
     def __init__(self) -> None:
         self._model: SpeechModel | None = None

@@ -18,17 +18,14 @@ Held by tests/model_executor/layers/test_offload.py.
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.offloader import BaseOffloader, should_pin_memory
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -304,7 +301,7 @@ def _move(layer: nn.Module, device: torch.device) -> None:
             parameter.data = parameter.data.to(device)
 
 
-def offloader_for(vllm_config: "VllmConfig", device: torch.device, place: ParallelContext) -> LayerOffloader | None:
+def offloader_for(vllm_config: VllmConfig, device: torch.device, place: ParallelContext) -> LayerOffloader | None:
     """The offloader that `--cpu-offload-gb` asks for; None without it, and on a rank that holds no layer."""
     gibibytes = vllm_config.offload_config.uva.cpu_offload_gb
     if gibibytes <= 0 or place.is_vae_stage:

@@ -10,6 +10,9 @@ fp64 and rounded once to fp32 cosines and sines, so there is no table and no lar
 
 import torch
 
+THETA = 10000.0
+"""Of every network of the family."""
+
 
 def axis_dims(head_dim: int) -> tuple[int, int, int]:
     """Return the real dimensions of one head given to (frame, row, column): 44/42/42 for a head of 128."""
@@ -17,9 +20,9 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * spatial, spatial, spatial
 
 
-def temporal_frequencies(head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+def temporal_frequencies(head_dim: int) -> torch.Tensor:
     """Return the angle per frame of the temporal lanes, the first of a head: fp64 [lanes] on the CPU."""
-    return _frequencies(axis_dims(head_dim)[0], theta)
+    return _frequencies(axis_dims(head_dim)[0], THETA)
 
 
 def _frequencies(dim: int, theta: float) -> torch.Tensor:
@@ -32,16 +35,14 @@ def axis_tables(positions: range, dim: int, theta: float) -> tuple[torch.Tensor,
     return angles.cos().float(), angles.sin().float()
 
 
-def rope_tables(
-    head_dim: int, frames: range, height: int, width: int, theta: float = 10000.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(head_dim: int, frames: range, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos_LC, sin_LC), fp32 on the CPU, for tokens of `frames` (absolute indices) x `height` x `width`."""
     sizes = (len(frames), height, width)
     starts = (frames.start, 0, 0)
     cos_lanes: list[torch.Tensor] = []
     sin_lanes: list[torch.Tensor] = []
     for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
-        cos, sin = axis_tables(range(start, start + size), dim, theta)  # of the axis alone: far fewer than tokens have
+        cos, sin = axis_tables(range(start, start + size), dim, THETA)  # of the axis alone: far fewer than tokens have
         shape = [1, 1, 1, dim // 2]
         shape[axis] = size
         cos_lanes.append(cos.view(shape).expand(*sizes, dim // 2))

@@ -26,6 +26,7 @@ from vllm_omni.model_executor.lora.files import (
 )
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.tensor_files import Shape
+from vllm_omni.model_executor.weights import some
 
 _DIGESTING_THREADS = 4
 Place = tuple[str, str]
@@ -128,10 +129,6 @@ def _settings(file: AdapterFile, contents: Contents) -> bytes:
     modules = {keys.settings_name for keys in contents.matrices.values()}
     strengths = [] if file.scaling is None else [(name, file.scaling(name)) for name in sorted(modules)]
     return repr((file.network, strengths)).encode()
-
-
-def some(names: Sequence[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 def _difference(file: AdapterFile, keys: MatrixKeys, data: Mapping[str, torch.Tensor], dtype: torch.dtype) -> LowRank:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR worker on CPU. Import only where vLLM's platform is CPU (see `vllm_omni.worker`)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -10,16 +11,13 @@ from vllm_omni.compat import share_memory_nodes
 from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 from vllm_omni.worker.ar.worker import ARWorkerMixin
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):  # type: ignore[misc]
     """The first-generation runner on CPU."""
 
 
 class ARCPUWorker(ARWorkerMixin, CPUWorker):  # type: ignore[misc]
-    def __init__(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         share_memory_nodes(vllm_config.parallel_config)
         super().__init__(vllm_config, *args, **kwargs)
 

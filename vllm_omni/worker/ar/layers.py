@@ -8,17 +8,14 @@ compiled graphs fix them. Held by tests/worker/test_hidden_state_layers.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3, SupportsMultiModal, supports_eagle3
 
 from vllm_omni.config import OmniConfig
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _DRAFTERS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
@@ -35,7 +32,7 @@ class LayerTaps:
     installed: bool
 
     @classmethod
-    def install(cls, vllm_config: "VllmConfig", model: nn.Module, drafter_reads_layers: bool) -> "LayerTaps":
+    def install(cls, vllm_config: VllmConfig, model: nn.Module, drafter_reads_layers: bool) -> "LayerTaps":
         """Make a freshly loaded model's forward return the layers named in the options.
 
         drafter_reads_layers: the forward already returns a drafter's layers, and only these are available: the drafter
@@ -47,7 +44,8 @@ class LayerTaps:
         if wanted and wanted[-1] > num_layers:
             raise ValueError(f"omni.hidden_state_layers: the model has {num_layers} blocks, got {list(wanted)}")
         if drafter_reads_layers:
-            kept = _decoder(model).aux_hidden_state_layers
+            decoder = next(module for module in model.modules() if isinstance(module, EagleModelMixin))
+            kept = decoder.aux_hidden_state_layers
             if not set(wanted) <= set(kept):
                 raise ValueError(
                     f"omni.hidden_state_layers {list(wanted)}: with this drafter the model keeps {list(kept)} only"
@@ -72,7 +70,7 @@ def prepare_stages(model: nn.Module) -> None:
     eagle3_utils.reserve_aux_intermediate_tensor_slots(model)
 
 
-def _check_combination(vllm_config: "VllmConfig", model: nn.Module) -> None:
+def _check_combination(vllm_config: VllmConfig, model: nn.Module) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_MODEL:
         raise ValueError(
@@ -91,11 +89,3 @@ def _layered(model: nn.Module) -> Any:
         return model
     inner = model.get_language_model() if isinstance(model, SupportsMultiModal) else None
     return inner if isinstance(inner, SupportsEagle3) else None
-
-
-def _decoder(model: nn.Module) -> EagleModelMixin:
-    return next(module for module in model.modules() if isinstance(module, EagleModelMixin))
-
-
-def is_middle_stage() -> bool:
-    return not get_pp_group().is_first_rank and not get_pp_group().is_last_rank

@@ -8,17 +8,14 @@ map per step; nothing is allocated for them. Held by tests/worker/test_hidden_st
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_omni.compat import WrapsAsyncOutput
 from vllm_omni.hidden_states import HiddenStatesRequest
 from vllm_omni.outputs import RequestFailed, pack_error
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class HiddenStateRows:
     def __bool__(self) -> bool:
         return bool(self._asked or self._failed)
 
-    def update(self, scheduler_output: "SchedulerOutput") -> None:
+    def update(self, scheduler_output: SchedulerOutput) -> None:
         """Take note of requests that start or end with this step."""
         if self._asked or self._failed:
             for req_id in scheduler_output.finished_req_ids:
@@ -134,12 +131,12 @@ class HiddenStateRows:
         groups = []
         if self.copies:
             for layers, slices in wanted.items():
-                copy = _Copy.start([step.sources[self._source(k)] for k in layers], slices, self._copy_stream(step))
+                copy = _Copy([step.sources[self._source(k)] for k in layers], slices, self._copy_stream(step))
                 groups.append((copy, slices))
                 self.bytes_copied += copy.nbytes
         return TakenRows(len(step.req_ids), groups, errors)
 
-    def _copy_stream(self, step: StepRows) -> "torch.cuda.Stream | None":
+    def _copy_stream(self, step: StepRows) -> torch.cuda.Stream | None:
         """A stream of our own for copies to the host, made when the first request asks; None on CPU."""
         if self._stream is None and next(iter(step.sources.values())).is_cuda:
             self._stream = torch.cuda.Stream()
@@ -171,7 +168,12 @@ def _rows_to_skip(asked: _Asked, num_computed: int, count: int, drafts: int) -> 
 class _Copy:
     """Rows of one group of requests on their way to the host: `[num_rows, num_layers, hidden_size]`."""
 
-    def __init__(self, device_rows: torch.Tensor, stream: "torch.cuda.Stream | None") -> None:
+    def __init__(
+        self, sources: Sequence[torch.Tensor], slices: Sequence[_Slice], stream: torch.cuda.Stream | None
+    ) -> None:
+        """Start the copy. sources: one of each layer. stream: for the way to the host; None = the rows are there."""
+        layers = [torch.cat([source[piece.start : piece.end] for piece in slices]) for source in sources]
+        device_rows = layers[0].unsqueeze(1) if len(layers) == 1 else torch.stack(layers, dim=1)
         self.nbytes = device_rows.nbytes
         self._device_rows: torch.Tensor | None = device_rows
         self._done: torch.cuda.Event | None = None
@@ -185,13 +187,6 @@ class _Copy:
             self._done = torch.cuda.Event(blocking=True)
             self._done.record(stream)
 
-    @classmethod
-    def start(
-        cls, sources: Sequence[torch.Tensor], slices: Sequence[_Slice], stream: "torch.cuda.Stream | None"
-    ) -> "_Copy":
-        layers = [torch.cat([source[piece.start : piece.end] for piece in slices]) for source in sources]
-        return cls(layers[0].unsqueeze(1) if len(layers) == 1 else torch.stack(layers, dim=1), stream)
-
     def wait(self) -> torch.Tensor:
         if self._done is not None:
             self._done.synchronize()
@@ -199,15 +194,13 @@ class _Copy:
         return self._rows
 
 
+@dataclass(frozen=True)
 class TakenRows:
     """The asked rows of one step, until the step's sampled tokens are known."""
 
-    def __init__(
-        self, num_reqs: int, groups: list[tuple[_Copy, list[_Slice]]], errors: dict[int, torch.Tensor]
-    ) -> None:
-        self._num_reqs = num_reqs
-        self._groups = groups
-        self._errors = errors
+    _num_reqs: int
+    _groups: list[tuple[_Copy, list[_Slice]]]
+    _errors: dict[int, torch.Tensor]
 
     def attach(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Put the rows of accepted tokens into `output.pooler_output`, None for every other request.

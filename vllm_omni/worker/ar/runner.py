@@ -8,27 +8,23 @@ any other field of the output (tests/worker/test_ar_gpu_model_runner.py). The av
 is loaded (`_make_rows`).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_omni.worker.ar.layers import LayerTaps, is_middle_stage, prepare_stages
+from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
 from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
 
-if TYPE_CHECKING:
-    # Typed loosely: the runners wrap these methods in torch.inference_mode, which hides their signatures.
-    from typing import Any as _Runner
-
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-else:
-    _Runner = object
-
 logger = init_logger(__name__)
+
+# Typed loosely: the runners wrap these methods in torch.inference_mode, which hides their signatures.
+_Runner: Any = object
 
 
 class _RowsMixin(_Runner):
@@ -49,14 +45,19 @@ class _RowsMixin(_Runner):
             batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
         )
 
-    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self.hidden_state_rows.update(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         taken = self._take_rows() if self.hidden_state_rows else None
         output = super().sample_tokens(grammar_output)
-        return output if taken is None else _attached(taken, output)
+        if taken is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return HiddenStatesOutput(output, taken)
+        assert isinstance(output, ModelRunnerOutput)
+        return taken.attach(output)
 
     def _take_rows(self) -> TakenRows | None:
         """The rows of the step that has run; None = this rank has none."""
@@ -74,7 +75,7 @@ class ARModelRunnerV1Mixin(_RowsMixin):
             self.use_aux_hidden_state_outputs = pp.is_last_rank
             if pp.world_size > 1:
                 prepare_stages(self.get_model())
-            if is_middle_stage():
+            if not (pp.is_first_rank or pp.is_last_rank):
                 raise ValueError("omni.hidden_state_layers: the V1 runner hands layers on over two stages at most")
         if not pp.is_first_rank and self.intermediate_tensors is None:
             # Stock code makes them in its warm-up, which the CPU worker skips when eager with a given cache size.
@@ -152,15 +153,7 @@ class ARModelRunnerV2Mixin(_RowsMixin):
         )
 
 
-def _attached(taken: TakenRows, output: Any) -> Any:
-    """Put the rows into the return value of `sample_tokens`, at once or when an asynchronous output is fetched."""
-    if isinstance(output, AsyncModelRunnerOutput):
-        return HiddenStatesOutput(output, taken)
-    assert isinstance(output, ModelRunnerOutput)
-    return taken.attach(output)
-
-
-def _make_rows(vllm_config: "VllmConfig", taps: LayerTaps) -> HiddenStateRows:
+def _make_rows(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateRows:
     """Decide which layers this engine's requests may ask for, and whether this rank copies them."""
     if not _reaches_clients(vllm_config):
         logger.warning_once(
@@ -174,7 +167,7 @@ def _make_rows(vllm_config: "VllmConfig", taps: LayerTaps) -> HiddenStateRows:
     return HiddenStateRows(taps.num_layers, layers, _refusal(vllm_config), copies=copies)
 
 
-def _reaches_clients(vllm_config: "VllmConfig") -> bool:
+def _reaches_clients(vllm_config: VllmConfig) -> bool:
     from vllm_omni.core.sched import ARHiddenStatesScheduler
 
     if vllm_config.scheduler_config.scheduler_cls is None:
@@ -182,7 +175,7 @@ def _reaches_clients(vllm_config: "VllmConfig") -> bool:
     return issubclass(vllm_config.scheduler_config.get_scheduler_cls(), ARHiddenStatesScheduler)
 
 
-def _refusal(vllm_config: "VllmConfig") -> str | None:
+def _refusal(vllm_config: VllmConfig) -> str | None:
     """Why rows would be missing or shifted with this configuration; None if all rows are complete."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if vllm_config.model_config.is_encoder_decoder or vllm_config.model_config.is_diffusion:

@@ -4,15 +4,15 @@ before the model is loaded (stock models have no config hook of ours), and stati
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import VllmConfig
+
 from vllm_omni.engine_arguments.check import check_config
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.processes import end_with_parent, engine_processes
+from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_worker import Worker as _Worker
-
-    from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 else:
     _Worker = object
 
@@ -20,9 +20,9 @@ else:
 class ARWorkerMixin(_Worker):
     """Mix in before a vLLM worker class."""
 
-    model_runner: "ARModelRunnerV1Mixin | ARModelRunnerV2Mixin"
+    model_runner: ARModelRunnerV1Mixin | ARModelRunnerV2Mixin
 
-    def __init__(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         check_config(Worker.AR, vllm_config)
         end_with_parent()
         super().__init__(vllm_config, *args, **kwargs)

@@ -9,17 +9,15 @@ Held by tests/engine/test_parallel.py and tests/worker/test_diffusion_model_runn
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm.lora.request import LoRARequest
 
 from vllm_omni.model_executor.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
 
 _MASK = "alive"
 _REFUSED, _WAITING = -1, -2
@@ -105,7 +103,7 @@ class RankAgreement:
 
     # for adapters
 
-    def add_adapter(self, adapters: NoAdapters, request: "LoRARequest") -> bool:
+    def add_adapter(self, adapters: NoAdapters, request: LoRARequest) -> bool:
         """Add an adapter on all ranks or on none (collective). Raises ValueError of one line.
 
         The last rank raises for all: vLLM's executor reads replies in order of rank, and none behind an error.

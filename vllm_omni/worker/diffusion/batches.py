@@ -7,20 +7,23 @@ is at. Order is the scheduler's, so every rank builds the same batches. Held by 
 
 from collections.abc import Hashable, Sequence
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import SupportsStepExecution
+from vllm_omni.model_executor.requests import RequestState
 
 
-def group_requests(
-    model: SupportsStepExecution, requests: Sequence[DiffusionRequest], limit: int
-) -> list[list[DiffusionRequest]]:
-    """Split `requests` into batches of equal `batch_key` and adapters and at most `limit` members, order kept."""
-    groups: list[list[DiffusionRequest]] = []
-    open_group: dict[Hashable, list[DiffusionRequest]] = {}
-    for request in requests:
-        key = model.batch_key(request), request.adapters
+def group_states(model: SupportsStepExecution, states: Sequence[RequestState], limit: int) -> list[list[RequestState]]:
+    """Split `states`, which all have a chunk, into batches of equal `batch_key` and adapters, order kept.
+
+    limit: members of a batch at most.
+    """
+    groups: list[list[RequestState]] = []
+    open_group: dict[Hashable, list[RequestState]] = {}
+    for state in states:
+        assert state.chunk is not None
+        key = model.batch_key(state.chunk), state.chunk.adapters
         group = open_group.get(key)
         if group is None or len(group) >= limit:
             group = open_group[key] = []
             groups.append(group)
-        group.append(request)
+        group.append(state)
     return groups

@@ -6,9 +6,10 @@ Held by tests/engine/test_cpu_threads_of_worker.py.
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.utils.torch_utils import available_cpu_count
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -16,16 +17,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_omni.compat import share_memory_nodes
 from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 logger = logging.getLogger("vllm." + __name__)
 
 
 class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
     """Stock CPU worker with the diffusion runner; sleep is a no-op there, as in stock vLLM."""
 
-    def __init__(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         share_memory_nodes(vllm_config.parallel_config)
         super().__init__(vllm_config, *args, **kwargs)
 

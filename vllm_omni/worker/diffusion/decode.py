@@ -20,7 +20,7 @@ from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import empty_result, pack, pack_error
 from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.batches import group_requests
+from vllm_omni.worker.diffusion.batches import group_states
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 
 logger = logging.getLogger("vllm." + __name__)
@@ -141,20 +141,21 @@ class ChunkEnd:
         model = self._model
         if not self._decodes or len(states) < 2 or not isinstance(model, SupportsBatchedDecode):
             return
-        by_id, most = {}, len(states)
+        sharing, most = [], len(states)
         for state in states:
             if state.chunk is not None and state.failure is None and state.pending is None:
                 limit = model.most_decoded_together(state.chunk)
                 if limit > 1:
-                    by_id[state.request_id], most = state, min(most, limit)
-        for group in group_requests(self._model, [state.chunk for state in by_id.values() if state.chunk], most):
-            members = [by_id[request.request_id] for request in group]
-            if len(group) == 1:
+                    sharing.append(state)
+                    most = min(most, limit)
+        for members in group_states(self._model, sharing, most):
+            if len(members) == 1:
                 continue
+            requests = [state.chunk for state in members if state.chunk is not None]
             try:
-                pending = self._results.decode_together(model, group, [state.started_s for state in members])
+                pending = self._results.decode_together(model, requests, [state.started_s for state in members])
             except Exception:
-                logger.warning("a decode of %d chunks failed; each is decoded alone", len(group), exc_info=True)
+                logger.warning("a decode of %d chunks failed; each is decoded alone", len(members), exc_info=True)
                 continue
             for state, result in zip(members, pending, strict=True):
                 state.pending = result

@@ -42,13 +42,13 @@ class ChunksInFlight:
         """The requests of a batch that may not take a step yet; called before any of the batch does."""
         if self.order.limit == 1:
             return []
-        first: dict[str, RequestState] = {}  # session id -> its only queued chunk that may begin
+        first: dict[str, tuple[float, RequestState]] = {}  # session id -> its only queued chunk that may begin
         for state in states:
             if state.chunk is None and state.failure is None and state.params is not None:
-                other = first.get(state.params.session_id)
-                if other is None or turn(state.params.chunk_index) < turn(_chunk_index(other)):
-                    first[state.params.session_id] = state
-        may_begin = list(first.values())
+                number, session_id = turn(state.params.chunk_index), state.params.session_id
+                if session_id not in first or number < first[session_id][0]:
+                    first[session_id] = number, state
+        may_begin = [state for _, state in first.values()]
         return [state for state in states if self._waits(state, state in may_begin)]
 
     def _waits(self, state: RequestState, may_begin: bool) -> bool:
@@ -128,7 +128,3 @@ def _predecessor_failed() -> RequestFailed:
         "a chunk before this one failed or was aborted while both were in flight; the session is as it was before that "
         "chunk: send both again",
     )
-
-
-def _chunk_index(state: RequestState) -> int | None:
-    return None if state.params is None else state.params.chunk_index

@@ -10,19 +10,16 @@ Held by tests/worker/test_memory.py.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.config import VllmConfig
 
 
 class MemoryBudget:
     """used_before: bytes of the device in use when the worker had its device and groups, before it loaded anything."""
 
-    def __init__(self, vllm_config: "VllmConfig", device: torch.device, used_before: int = 0) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, used_before: int = 0) -> None:
         self._cache_config = vllm_config.cache_config
         self._device = device
         self._used_before = used_before

@@ -12,15 +12,17 @@ Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clea
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.offloader import set_offloader
 from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
@@ -39,16 +41,11 @@ from vllm_omni.worker.diffusion.roles.role import RankParts
 from vllm_omni.worker.diffusion.sessions import SessionStore
 from vllm_omni.worker.diffusion.surface import RunnerSurface
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.sched.output import SchedulerOutput
-
 
 class DiffusionGPUModelRunner(RunnerSurface):
     """One rank's runner. All methods are called by the worker from one thread."""
 
-    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.load_config = vllm_config.load_config
@@ -123,7 +120,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     # -- the engine step ---------------------------------------------------------------------------------------
 
     def execute_model(
-        self, scheduler_output: "SchedulerOutput", intermediate_tensors: IntermediateTensors | None = None
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> ModelRunnerOutput | IntermediateTensors:
         """One engine step: one micro-step for each scheduled request (a whole chunk under the stock scheduler)."""
         scheduled = list(scheduler_output.num_scheduled_tokens)
@@ -180,7 +177,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     # -- adapters, by vLLM's calls -------------------------------------------------------------------------------------
 
-    def add_lora(self, lora_request: "LoRARequest") -> bool:
+    def add_lora(self, lora_request: LoRARequest) -> bool:
         """Check and load an adapter, on all ranks or on none (collective). Raises ValueError of one line."""
         return self.agreement.add_adapter(self.adapters, lora_request)
 

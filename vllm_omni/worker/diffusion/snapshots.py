@@ -13,10 +13,11 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 import msgspec
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 
 from vllm_omni.inputs import DiffusionParams
@@ -32,11 +33,7 @@ from vllm_omni.sessions.snapshot import (
     describe,
 )
 from vllm_omni.sessions.snapshot_writing import write_tensors
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
+from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -73,7 +70,7 @@ def answers(work: Callable[P, Any]) -> Callable[P, Answer]:
 class SessionSnapshots:
     """runner: owner of the sessions; only its store and model are used."""
 
-    def __init__(self, runner: "DiffusionGPUModelRunner") -> None:
+    def __init__(self, runner: DiffusionGPUModelRunner) -> None:
         self._runner = runner
         self._weights: str | None = None
         self._model: ModelIdentity | None = None
@@ -176,7 +173,7 @@ class SessionSnapshots:
         return self._weights
 
 
-def model_identity(vllm_config: "VllmConfig", shares_decode: bool, partition: Sequence[int]) -> ModelIdentity:
+def model_identity(vllm_config: VllmConfig, shares_decode: bool, partition: Sequence[int]) -> ModelIdentity:
     """Everything except the weights that must be equal for a session to continue bit for bit.
 
     partition: layers of each stage now; () = as even as possible.

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.utils.gc_utils import freeze_gc_heap
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.processes import end_with_parent, engine_processes
@@ -21,8 +23,6 @@ from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
 from vllm_omni.worker.diffusion.warm_up import warm_up
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
     _Worker = object
@@ -59,7 +59,7 @@ class DiffusionWorkerMixin(_Worker):
         """Bytes of the device that were in use before this rank loaded anything."""
         return 0
 
-    def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         with failing_together(heard=answers_steps()):
             output = super().execute_model(scheduler_output)
             self.model_runner.role.listen()

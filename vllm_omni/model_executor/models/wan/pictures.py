@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's picture as the VAE takes it: stretched or covering (`prepare_image`), or its middle (`cut_image`).
+"""A client's picture as the VAE takes it: stretched (`prepare_image`), or its middle (`cut_image`).
 
 Held by test_image_condition.py and test_image_encoder.py in tests/model_executor/models/wan/.
 """
-
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,15 +10,12 @@ from PIL import Image
 from torch import nn
 
 
-def prepare_image(
-    image: torch.Tensor, height: int, width: int, fit: Literal["exact", "cover"] = "exact"
-) -> torch.Tensor:
+def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1], on the image's device.
 
-    image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. fit: `exact` resizes both sides (the original: its output
-    size already follows the image's aspect), `cover` keeps the aspect and cuts the middle.
-    Bicubic without antialiasing and without clamping its overshoot, as the original. Raises ValueError on other
-    shapes, types and non-finite values.
+    image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]; both sides are resized, as by the original, whose output size
+    already follows the image's aspect. Bicubic without antialiasing and without clamping its overshoot, as there.
+    Raises ValueError on other shapes, types and non-finite values.
     """
     if image.dtype == torch.uint8:
         if image.ndim != 3 or image.shape[2] != 3:
@@ -37,13 +32,8 @@ def prepare_image(
     source_height, source_width = unit_CHW.shape[1:]
     if min(source_height, source_width) < 1:
         raise ValueError(f"the image is empty: {source_height} x {source_width}")
-    size = (height, width)
-    if fit == "cover":
-        scale = max(height / source_height, width / source_width)
-        size = (max(height, round(source_height * scale)), max(width, round(source_width * scale)))
-    pixels_1CHW = nn.functional.interpolate((unit_CHW * 2 - 1)[None], size=size, mode="bicubic")
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    return pixels_1CHW[:, :, top : top + height, left : left + width][:, :, None].contiguous()
+    pixels_1CHW = nn.functional.interpolate((unit_CHW * 2 - 1)[None], size=(height, width), mode="bicubic")
+    return pixels_1CHW[:, :, None].contiguous()
 
 
 def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:

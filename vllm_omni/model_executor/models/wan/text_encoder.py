@@ -84,16 +84,12 @@ class TextEncoder(nn.Module):
         self._graphs = graphs
         self._is_captured = False
         self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
-        self._cached_bytes = 0
+        self.cached_bytes = 0
+        """Bytes the prompt cache holds, at most `cache_bytes`."""
 
     @property
     def text_dim(self) -> int:
         return int(self.model.config.d_model)
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes the prompt cache holds, at most `cache_bytes`."""
-        return self._cached_bytes
 
     def load(self, path: Path) -> None:
         """Fill the parameters, strictly. Raises ValueError."""
@@ -146,17 +142,17 @@ class TextEncoder(nn.Module):
     def forget(self) -> None:
         """Drop every cached prompt, and the graphs."""
         self._cache.clear()
-        self._cached_bytes = 0
+        self.cached_bytes = 0
         self._is_captured = False
         if self._graphs is not None:
             self._graphs.forget()
 
     def _remember(self, key: tuple[str, torch.device], rows_SE: torch.Tensor) -> None:
         self._cache[key] = rows_SE
-        self._cached_bytes += rows_SE.nbytes
-        while self._cached_bytes > self.cache_bytes:
+        self.cached_bytes += rows_SE.nbytes
+        while self.cached_bytes > self.cache_bytes:
             _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped.nbytes
+            self.cached_bytes -= dropped.nbytes
 
 
 def load_text_encoder(model: nn.Module, path: Path) -> None:

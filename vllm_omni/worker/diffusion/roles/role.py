@@ -9,10 +9,11 @@ be the same on all of them (`RankAgreement`).
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group, get_world_group
 from vllm.sequence import IntermediateTensors
 
@@ -37,9 +38,6 @@ from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 from vllm_omni.worker.diffusion.pacing import StepPacer
 from vllm_omni.worker.diffusion.sessions import SessionStore
 from vllm_omni.worker.diffusion.shared_text import SharedText
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 Envelopes = dict[str, torch.Tensor]
 """Request id -> its packed result, or its packed failure."""
@@ -76,7 +74,7 @@ class RankParts:
     @classmethod
     def of(
         cls,
-        vllm_config: "VllmConfig",
+        vllm_config: VllmConfig,
         network: nn.Module,
         model: SupportsStepExecution,
         adapters: NoAdapters,

@@ -19,7 +19,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.model_executor.results import FiniteCheck
-from vllm_omni.worker.diffusion.batches import group_requests
+from vllm_omni.worker.diffusion.batches import group_states
 from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.link import HIDDEN, unpack
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
@@ -128,14 +128,12 @@ class WithLayers(Role):
         self.parts.texts.complete(beginning, {} if received is None else received.tensors)
         omni = self.parts.omni
         limit = 1 if omni.batch_invariant else omni.max_requests_per_step
-        groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
-        by_id = {state.request_id: state for state in alive}
+        groups = group_states(self.model, alive, limit)
         arrived: Sequence[torch.Tensor | None] = [None] * len(groups)
         if received is not None:
             arrived = unpack(HIDDEN, received.tensors)
         results: list[torch.Tensor | None] = []
-        for group, hidden in zip(groups, arrived, strict=True):
-            members = [by_id[request.request_id] for request in group]
+        for members, hidden in zip(groups, arrived, strict=True):
             results.append(self.forward(members, hidden))
             self._after_forward(members, outputs)
         return self._hand_on(MicroStep(states, chunks, alive, beginning, waiting, results), outputs)
