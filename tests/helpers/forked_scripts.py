@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`run_script`: a script as a process of its own, forked from one that has the libraries imported.
 
-As `subprocess.run([sys.executable, script, ...])`, without the seconds that a new python takes to import what the script
+As `subprocess.run([sys.executable, script, ...])`, without the second that a new python takes to import what the script
 does. What that leaves out, that the script finds its libraries by itself, is for one test of each script to show.
 """
 
