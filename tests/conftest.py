@@ -25,9 +25,10 @@ from vllm_omni.model_executor.models.registry import get_family
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
-pytest_plugins = ["engine_tests", "nightly_shards", "quick_workers", "suite_times", "two_processes"]
+pytest_plugins = ["engine_tests", "nightly_shards", "quick_files", "quick_workers", "suite_times", "two_processes"]
 
 _INIT_PORT_FILE = "dist-init"
+_SELDOM = (10_000, 10, 10)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,9 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections: vLLM collects five times while an engine starts and ends."""
+    """Leave what was imported out of garbage collections: vLLM collects five times while an engine starts and ends.
+
+    Python's own come seldom, too: with its thresholds they were a twentieth of the suite's time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_SELDOM)
 
 
 def pytest_unconfigure() -> None:
@@ -133,7 +138,7 @@ def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 RunnerFactory = Callable[..., Any]
 
-_SLOW_COLLECTION_S = 0.02
+_SLOW_COLLECTION_S = 0.006
 
 
 def leave_out_what_is_old() -> None:

@@ -34,7 +34,9 @@ class Cyclic:
 
 @pytest.fixture
 def thresholds() -> Iterator[None]:
+    """Python's own, as a server has them."""
     before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
     yield
     gc.set_threshold(*before)
     gc.unfreeze()

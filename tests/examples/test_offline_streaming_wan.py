@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.forked_scripts import run_script
 from helpers.waits import seconds
 
 from vllm_omni.entrypoints.media import decode_mp4
@@ -38,5 +39,5 @@ def test_a_prompt_becomes_a_video_and_a_video_is_repainted(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("flag", "value"), [("--switch", "later"), ("--out", "stream.gif")])
 def test_what_it_cannot_do_is_said_before_the_model_is_loaded(flag: str, value: str, tmp_path: Path) -> None:
-    result = run(tmp_path, flag, value)
+    result = run_script(SCRIPT, tmp_path, flag, value)
     assert result.returncode != 0 and flag in result.stderr

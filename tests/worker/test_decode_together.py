@@ -2,6 +2,7 @@
 """Chunks of several sessions that end in one forward share a decode, unless results may not differ by a bit."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,17 @@ def play(runner: Any, family: str, together: bool, chunks: int = 3) -> tuple[dic
     return results, {name: runner.sessions.get(name).tensors() for name in NAMES}
 
 
-@pytest.fixture
-def runner(make_runner: Any, lingbot_world: Path) -> Any:
+@pytest.fixture(scope="module")
+def shared_runner(make_runner: Any, lingbot_world: Path) -> Any:
     return make_runner(lingbot_world, {"batch_invariant": False, "max_sessions": 4})
+
+
+@pytest.fixture
+def runner(shared_runner: Any) -> Iterator[Any]:
+    """Without sessions."""
+    yield shared_runner
+    shared_runner.sessions.close_all()
+    assert not shared_runner.requests
 
 
 @pytest.mark.parametrize("family", ["lingbot_world", "causal_wan"])

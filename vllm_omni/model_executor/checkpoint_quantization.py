@@ -9,7 +9,7 @@ vLLM reads the result from its config object: it picks the method, and refuses a
 Held by tests/model_executor/test_checkpoint_quantization.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from vllm_omni.model_executor.quantized_weights import QuantizedLayer, model_names, quantized_layers
 from vllm_omni.model_executor.tensor_files import Shape, open_tensors, read_json
+from vllm_omni.model_executor.tensor_names import Rules
 
 METHODS = ("modelopt", "compressed-tensors", "fp8")
 """Values of `quant_method` that vLLM runs as they are stored."""
@@ -43,10 +44,10 @@ class _Component:
     layers: Mapping[str, QuantizedLayer] | None
 
 
-def quantization_of(transformers: Mapping[str, Path], rules: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+def quantization_of(transformers: Mapping[str, Path], rules: Rules = ()) -> dict[str, Any]:
     """Return `{"quantization_config": ...}` for vLLM's config object; {} if nothing is quantized or all is read back.
 
-    transformers: name in the pipeline -> folder or file. rules: stored names -> the model's (`weights.rename`).
+    transformers: name in the pipeline -> folder or file. rules: stored names -> the model's (`tensor_names.rename`).
     Raises ValueError for a method that is not served, and for transformers that are quantized in different ways.
     """
     components = {name: _component(path, rules) for name, path in transformers.items()}
@@ -62,7 +63,7 @@ def quantization_of(transformers: Mapping[str, Path], rules: Sequence[tuple[str,
     return {"quantization_config": {**first, LAYERS_KEY: layers}}
 
 
-def _component(path: Path, rules: Sequence[tuple[str, str]]) -> _Component:
+def _component(path: Path, rules: Rules) -> _Component:
     folder = path if path.is_dir() else path.parent
     description = _described(folder)
     if path.suffix in (".pt", ".pth") or not any(folder.glob("*.safetensors")):

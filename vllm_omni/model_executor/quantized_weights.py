@@ -18,14 +18,14 @@ Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18 in its flat
 Held by tests/model_executor/test_quantized_weights.py.
 """
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from vllm_omni.model_executor.layers.parallel import CheckpointSlot
 from vllm_omni.model_executor.tensor_files import QUANTIZED_DTYPES, Shape, TensorSource
+from vllm_omni.model_executor.tensor_names import Rules, rename
 
 BLOCK = 128
 FP4_GROUP = 16
@@ -52,20 +52,17 @@ _MARKERS = ("scaled_fp8", "comfy_quant")
 """Last parts of names of tensors that only say how a file was made: `scaled_fp8`, `<layer>.comfy_quant`."""
 
 
-def model_names(
-    source: TensorSource, rules: Sequence[tuple[str, str]] = (), ignored: Collection[str] = ()
-) -> dict[str, str]:
+def model_names(source: TensorSource, rules: Rules = (), ignored: Collection[str] = ()) -> dict[str, str]:
     """Return a model's name -> the one in the file, of all tensors but markers and `ignored`.
 
     rules: (regular expression, replacement), applied in order. Raises ValueError if two tensors become one.
     """
     names: dict[str, str] = {}
+    spellings = (*_SPELLINGS, *rules)
     for name in source.shapes:
         if name in ignored or name.rpartition(".")[2] in _MARKERS:
             continue
-        target = name
-        for pattern, replacement in (*_SPELLINGS, *rules):
-            target = re.sub(pattern, replacement, target)
+        target = rename(name, spellings)
         if target in names:
             raise ValueError(f"{source.where} holds {target!r} twice, as {names[target]!r} and {name!r}")
         names[target] = name

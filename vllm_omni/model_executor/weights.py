@@ -6,7 +6,6 @@ that this rank holds are read, one at a time. Knows no model and no folder; `ten
 Held by tests/model_executor/models/lingbot_world/test_weights.py.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
@@ -14,16 +13,7 @@ from torch import nn
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.quantized_weights import ReadBack, fit_layers, is_finite, model_names
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource
-
-Rules = Sequence[tuple[str, str]]
-"""(regular expression, replacement), applied in order."""
-
-
-def rename(name: str, rules: Rules) -> str:
-    """Apply every rule to `name`, in order."""
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
+from vllm_omni.model_executor.tensor_names import Rules, rename
 
 
 def load_strict(

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, camera
+from helpers.forked_scripts import run_script
 from helpers.waits import seconds
 from PIL import Image
 
@@ -31,14 +32,16 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-def run(door: DoorServer, *arguments: object, script: str = "world_camera.py") -> "subprocess.CompletedProcess[str]":
-    command = [
-        sys.executable,
-        str(SCRIPT.with_name(script)),
-        "--server",
-        f"ws://127.0.0.1:{door.port}",
-        *map(str, arguments),
-    ]
+Finished = subprocess.CompletedProcess[str]
+
+
+def run(door: DoorServer, *arguments: object, script: str = "world_camera.py") -> Finished:
+    return run_script(SCRIPT.with_name(script), "--server", f"ws://127.0.0.1:{door.port}", *arguments)
+
+
+def run_in_a_new_python(door: DoorServer, *arguments: object, script: str = "world_camera.py") -> Finished:
+    path = SCRIPT.with_name(script)
+    command = [sys.executable, *map(str, (path, "--server", f"ws://127.0.0.1:{door.port}", *arguments))]
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
 
 
@@ -49,7 +52,7 @@ def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, ima
     np.save(tmp_path / "intrinsics.npy", np.tile(path["intrinsics"], (48, 1)))
     output = tmp_path / "out" / "walk.mp4"
     arguments = ("--camera-path", tmp_path, "--num-frames", 24, "--num-calls", 2, "--fps", 8, "--output", output)
-    finished = run(door, "--image", image, *arguments)
+    finished = run_in_a_new_python(door, "--image", image, *arguments)
     assert finished.returncode == 0, finished.stderr
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (len(frames_THWC), fps) == (FIRST + LATER + 2 * LATER, 8.0)
@@ -281,12 +284,7 @@ def test_a_walk_goes_on_from_the_checkpoint_of_a_server_that_was_started_again(
     np.testing.assert_array_equal(np.load(output)[:, 16, 24, 0], np.arange(FIRST + 5 * LATER))
 
 
-LIVE_SCRIPT = SCRIPT.with_name("realtime_video.py")
-
-
-def run_live(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(LIVE_SCRIPT), "--server", f"ws://127.0.0.1:{door.port}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
+LIVE = "realtime_video.py"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +297,9 @@ def test_a_live_stream_becomes_a_video(
     engine.delay_s = 0.1
     output = tmp_path / "live.mp4"
     switch = ("--switch-prompt", 1, "rain")
-    finished = run_live(door, "--image", image, "--keys", "w*2 wl -", "--chunks", 4, *switch, *how, "--output", output)
+    start = run_in_a_new_python if "video" in how else run
+    arguments = ("--image", image, "--keys", "w*2 wl -", "--chunks", 4, *switch, *how, "--output", output)
+    finished = start(door, *arguments, script=LIVE)
     assert finished.returncode == 0, finished.stderr
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (frames_THWC.shape[1:], fps) == ((32, 48, 3), 16.0)
@@ -311,7 +311,7 @@ def test_a_live_stream_becomes_a_video(
 def test_a_live_stream_that_is_refused_is_one_line(door: DoorServer, tmp_path: Path) -> None:
     """The server's own words, status 1."""
     for how, said in (("generate", "invalid generate request"), ("video", "image_reference")):
-        finished = run_live(door, "--door", how, "--output", tmp_path / "x.mp4")
+        finished = run(door, "--door", how, "--output", tmp_path / "x.mp4", script=LIVE)
         assert finished.returncode == 1
         assert said in finished.stderr
         assert "Traceback" not in finished.stderr

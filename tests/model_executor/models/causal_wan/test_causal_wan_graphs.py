@@ -19,27 +19,28 @@ from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 
 CHUNKS = 14
-
-
-OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "no sinks": ({"window_frames": 6, "sink_frames": 0}, 3 * 2, 0),
-    "sinks": ({"window_frames": 9, "sink_frames": 3}, 4 * 2, 0),
-    "fixed sinks": ({"window_frames": 9, "sink_frames": 3, "sink_position": "absolute"}, 4 * 2, 0),
+OPTIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "no sinks": ({"window_frames": 6, "sink_frames": 0}, 3 * 2, 0, 8),
+    "sinks": ({"window_frames": 9, "sink_frames": 3}, 4 * 2, 0, 10),
+    "fixed sinks": ({"window_frames": 9, "sink_frames": 3, "sink_position": "absolute"}, 4 * 2, 0, 10),
     "renewed sinks": (
         {"window_frames": 5, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.9},
         8 * 2,
         0,
+        CHUNKS,
     ),
-    "noise-matched": ({"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"}, 3 * 4, 1),
+    "noise-matched": ({"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"}, 3 * 4, 1, 8),
     "spare frames": (
         {"window_frames": 6, "sink_frames": 0, "cache": "noise_matched", "serving": {"chunks_in_flight": 3}},
         6 * 3 + 3,
         2,
+        CHUNKS,
     ),
 }
-"""Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x kinds of pass), and how
-many of them the first stream does not make: of passes that come but once in it, and are the first of their kind."""
-each_option = pytest.mark.parametrize(("options", "graphs", "once"), OPTIONS.values(), ids=OPTIONS.keys())
+"""Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x kinds of pass), how many
+of them the first stream does not make (of passes that come but once in it, and are the first of their kind), and the
+chunks of a stream that comes to every place at least twice after its ring is full."""
+each_option = pytest.mark.parametrize(("options", "graphs", "once", "chunks"), OPTIONS.values(), ids=OPTIONS.keys())
 
 
 def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
@@ -53,10 +54,10 @@ def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
 @each_kv_dtype("FP8 K/V")
 @each_option
 def test_a_stream_by_graphs_is_the_stream(
-    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, kv_dtype: torch.dtype | None
+    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, chunks: int, kv_dtype: torch.dtype | None
 ) -> None:
     """Two streams side by side."""
-    expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), CHUNKS)
+    expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks)
     model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
     model.transformer.graphs = ForwardGraphs(capture=hold)
     sessions = [open_session(model, name, output="latents") for name in ("one", "two")]
@@ -70,17 +71,17 @@ def test_a_stream_by_graphs_is_the_stream(
 @each_kv_dtype("plain K/V")
 @each_option
 def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
-    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, kv_dtype: torch.dtype | None
+    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, chunks: int, kv_dtype: torch.dtype | None
 ) -> None:
     """From its first pass on: its memory is that of the one that has ended, of which it sees nothing.
 
     Not even if numbers were left there; and its prompt and seed are others.
     """
-    expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), CHUNKS, prompt="a forest", seed=3)
+    expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks, prompt="a forest", seed=3)
     model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
     captured = model.transformer.graphs = ForwardGraphs(capture=hold)
     session = open_session(model, output="latents")
-    for _ in range(CHUNKS):
+    for _ in range(chunks):
         run_chunk(model, session, prompt="a beach", output="latents")
     session.close()
     later = open_session(model, output="latents", prompt="a forest")

@@ -330,6 +330,19 @@ def small(task: str, **changes: Any) -> Any:
     return make_request({**fields, **changes}, tensors)
 
 
+def latents(lance: Lance) -> dict[Task, torch.Tensor]:
+    return {
+        task: run(lance, request_of(task, output="latents", num_inference_steps=2))[1]["latents"]
+        for task in DRAWING_TASKS
+    }
+
+
+@pytest.fixture(scope="module")
+def drawn(original: Lance) -> dict[Task, torch.Tensor]:
+    """By the original's choices."""
+    return latents(original)
+
+
 @pytest.mark.parametrize(
     ("name", "tasks"),
     [
@@ -344,20 +357,16 @@ def small(task: str, **changes: Any) -> Any:
     ],
 )
 def test_an_alternative_changes_its_own_tasks_only(
-    original: Lance, name: str, tasks: tuple[Task, ...], monkeypatch: pytest.MonkeyPatch
+    original: Lance,
+    drawn: dict[Task, torch.Tensor],
+    name: str,
+    tasks: tuple[Task, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Latents of the others are the same bit for bit."""
-
-    def latents() -> dict[str, torch.Tensor]:
-        return {
-            task: run(original, request_of(task, output="latents", num_inference_steps=2))[1]["latents"]
-            for task in DRAWING_TASKS
-        }
-
-    before = latents()
     monkeypatch.setitem(CONVENTIONS, "original", replace(Choices(), **{name: {**UNCACHED, **VLLM_OMNI}[name]}))
-    after = latents()
-    assert {task for task in DRAWING_TASKS if not torch.equal(before[task], after[task])} == set(tasks)
+    after = latents(original)
+    assert {task for task in DRAWING_TASKS if not torch.equal(drawn[task], after[task])} == set(tasks)
 
 
 def test_the_vision_tower_comes_from_where_it_is_said_to(checkpoint: Path, original: Lance, uncached: Lance) -> None:

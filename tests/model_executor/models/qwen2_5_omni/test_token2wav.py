@@ -20,6 +20,8 @@ from vllm_omni.outputs import RequestFailed
 CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
 SAMPLES_PER_CODE = 480
 FEW_STEPS = {"num_inference_steps": 3}
+SHORT: dict[str, Any] = {"model": {"max_codes": 64}}
+"""Enough for `CODES`: a warm-up runs the longest clip that a runner takes."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_whole_clip_equals_transformers(
     qwen2_5_omni: Path, make_runner: Any, reference: Callable[..., torch.Tensor]
 ) -> None:
     """Same codes, seed and voice give transformers' waveform, alone and in a batch of unequal requests."""
-    runner = make_runner(qwen2_5_omni, {"batch_invariant": False})
+    runner = make_runner(qwen2_5_omni, {**SHORT, "batch_invariant": False})
     short = CODES[:31]
     results = run_to_end(
         runner,
@@ -70,13 +72,13 @@ def test_whole_clip_equals_transformers(
         assert tensors["audio"].dtype == torch.float32 and wave.std() > 1e-4
         assert tensors["audio"].shape == wave.shape
         torch.testing.assert_close(tensors["audio"], wave, atol=1e-5, rtol=0)  # batches sum in another order
-    alone = run_to_end(make_runner(qwen2_5_omni), speech("e", seed=7))["e"][1]["audio"]
+    alone = run_to_end(make_runner(qwen2_5_omni, SHORT), speech("e", seed=7))["e"][1]["audio"]
     assert torch.equal(alone, expected["a"])
 
 
 def test_a_piece_with_enough_context_is_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
     """Noise is tied to the code's index: a piece whose context is the rest of the clip sounds as in the clip."""
-    runner = make_runner(qwen2_5_omni)
+    runner = make_runner(qwen2_5_omni, SHORT)
     results = run_to_end(
         runner,
         speech("clip", seed=4, options={"first_code": 0}, **FEW_STEPS),
@@ -164,7 +166,7 @@ def test_an_interval_launches_less_than_transformers_does(qwen2_5_omni: Path) ->
 
 def test_a_regular_piece_comes_again_and_a_clip_does_not(qwen2_5_omni: Path, make_runner: Any) -> None:
     """What the stage tells the solver: pieces of whole attention blocks, 12 codes, are launched as graphs."""
-    stock, runner = make_runner(qwen2_5_omni), make_runner(qwen2_5_omni)
+    stock, runner = make_runner(qwen2_5_omni, SHORT), make_runner(qwen2_5_omni, SHORT)
     graphs = runner.model.flow.graphs = ForwardGraphs(capture=hold)
     for name, codes, options in (
         ("clip", CODES[:36], {}),
@@ -192,7 +194,7 @@ WRONG = (
 
 def test_wrong_inputs_are_this_requests_error(qwen2_5_omni: Path, make_runner: Any) -> None:
     """Each wrong request gets its code and a message; the good one beside them is served."""
-    runner = make_runner(qwen2_5_omni, {"model": {"max_codes": 64}, "max_sessions": 16})
+    runner = make_runner(qwen2_5_omni, {**SHORT, "max_sessions": 16})
     bad = [speech(f"bad{number}", codes, options=options) for number, (codes, options, _, _) in enumerate(WRONG)]
     results = run_to_end(runner, *bad, speech("good"))
     for number, (_, _, code, says) in enumerate(WRONG):
@@ -204,7 +206,7 @@ def test_wrong_inputs_are_this_requests_error(qwen2_5_omni: Path, make_runner: A
 
 def test_abort_between_solver_intervals(qwen2_5_omni: Path, make_runner: Any) -> None:
     """Nine intervals are nine engine steps; an abort after the second leaves nothing behind."""
-    runner = make_runner(qwen2_5_omni)
+    runner = make_runner(qwen2_5_omni, SHORT)
     assert execute(runner, step(new=[speech("gone")])) == {"gone": None}
     assert execute(runner, step(running=["gone"])) == {"gone": None}
     execute(runner, step(finished=["gone"]))

@@ -137,9 +137,9 @@ def test_a_warm_server_launches_no_pass_of_a_new_session_kernel_by_kernel(
             load_world(checkpoints[layout], None, kv_dtype),
         )
         graphs = world.transformer.graphs = ForwardGraphs(capture=hold)
-        session = open_session(world, "warm-up")
+        session = open_session(world, "warm-up", output="latents")
         for _, tensors in world.warmup_inputs():
-            run_chunk(world, session, dict(tensors))
+            run_chunk(world, session, dict(tensors), output="latents")
         request = make_request(open_session(world), {"image": start_image()})
         world.prepare_encode(request)
         before, captured = len(graphs), []
