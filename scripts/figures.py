@@ -43,7 +43,13 @@ NOT_RESULTS = {"GPUs", "command", "sessions", "split", "streams", "target"}
 
 NOT_MEASURED = {"setting", "target", "computed"}
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
-FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "median": statistics.median, "sum": sum, "len": len}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "max": max,
+    "min": min,
+    "median": lambda *numbers: statistics.median(numbers if len(numbers) > 1 else numbers[0]),
+    "sum": sum,
+    "len": len,
+}
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -261,7 +267,8 @@ def _check_block(page: str, block: Block, sources: tuple[str, ...]) -> Iterator[
 
 def pages() -> list[Path]:
     notes = (REPO / "vllm_omni").rglob("README.md")
-    return [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md")), *sorted(notes)]
+    results = REPO / "benchmarks" / "RESULTS.md"
+    return [REPO / "README.md", results, *sorted((REPO / "docs").rglob("*.md")), *sorted(notes)]
 
 
 EVERYWHERE = frozenset({"Measured", "What it costs", "What to expect"})
