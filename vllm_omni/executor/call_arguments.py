@@ -10,8 +10,9 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from vllm_omni.executor.call_tensors import tensor_arguments
@@ -31,7 +32,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.tasks import (
 )
 from vllm_omni.outputs import RequestFailed
 
-_OURS = ("aspect_ratio", "lora", "prompt_suffix")
+_OURS = ("aspect_ratio", "lora", "prompt_suffix", "first_block_cache")
 """Options that are no argument of any pipeline."""
 _FROM_FIELDS = (
     *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "generator", "latents"),
@@ -45,6 +46,8 @@ _MAX_LIST = 1000
 _MAX_IMAGES = 8
 """Pictures of one request."""
 _MAX_SEQUENCE_LENGTH = 4096
+_Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
+"""Threshold of a first-block cache."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class PipelineCall:
     fps: float
     lora: Any
     meta: dict[str, Any]
+    first_block_cache: float | None = None
 
 
 def pipeline_call(
@@ -157,6 +161,7 @@ def pipeline_call(
         fps=fps,
         lora=_adapters(params, own),
         meta=meta,
+        first_block_cache=_first_block_cache(own, options),
     )
 
 
@@ -167,6 +172,21 @@ def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
     if "lora" in own:
         raise _invalid("lora and options.lora are both given; send one")
     return {one.name: one.scale for one in params.lora}
+
+
+def _first_block_cache(own: Mapping[str, Any], options: DiffusersOptions) -> float | None:
+    """The threshold that a request names."""
+    if "first_block_cache" not in own:
+        return None
+    if options.interleave > 1:
+        raise _invalid(
+            f"first_block_cache needs omni.model.interleave 1, this server's is {options.interleave}: requests in "
+            "turns would share one transformer's cache"
+        )
+    try:
+        return msgspec.convert(own["first_block_cache"], _Change)
+    except msgspec.ValidationError as error:
+        raise _invalid(f"options.first_block_cache: {error}") from error
 
 
 def _invalid(message: str) -> RequestFailed:

@@ -28,6 +28,7 @@ from vllm_omni.executor.call_arguments import PipelineCall, PipelineFacts, pipel
 from vllm_omni.executor.call_results import latents_tensor, result_tensors
 from vllm_omni.executor.lane import Gate, Lane
 from vllm_omni.executor.pipeline_host import PipelineHost
+from vllm_omni.executor.transformer_cache import cached_steps
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.results import FiniteCheck
 from vllm_omni.outputs import RequestFailed, pack, pack_error
@@ -182,8 +183,10 @@ class PipelineRunner:
 
         if "callback_on_step_end" in self.facts.parameters:
             arguments["callback_on_step_end"] = on_step_end
-        output = pipeline(**arguments)
         meta: dict[str, Any] = {}
+        with cached_steps(pipeline, call.first_block_cache) as counted:
+            output = pipeline(**arguments)
+            meta |= counted()
         if arguments["output_type"] == "latent":
             return meta, {"latents": latents_tensor(output)}
         tensors = result_tensors(output, video=video)

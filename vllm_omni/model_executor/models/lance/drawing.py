@@ -22,6 +22,7 @@ from vllm_omni.model_executor.models.lance.layout import Grid, Segment, block_po
 from vllm_omni.model_executor.models.lance.pack import BranchCache, PackBuilder, padded_capacity
 from vllm_omni.model_executor.models.lance.prompt import Prompt
 from vllm_omni.model_executor.models.lance.sampling import Guidance
+from vllm_omni.model_executor.step_cache import computed_steps
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Drawing:
 
     latents: fp32 [K, N, C], the first `pinned` tokens of each fixed. timesteps: num_steps + 1 of them, 1 to 0.
     cond, uncond: a cache per picture (uncond empty without guidance). renorm_pinned: whether pinned tokens count in
-    the guidance's global norm.
+    the guidance's global norm. step_cache: the threshold of `step_cache.py`, None = every step is computed.
     """
 
     plan: DrawingPlan
@@ -101,10 +102,13 @@ class Drawing:
     uncond: list[BranchCache]
     pinned: int = 0
     renorm_pinned: bool = True
+    step_cache: float | None = None
+    computed: tuple[bool, ...] = ()
+    """Of each denoise step, known once the context is there: whether it is computed."""
     step: int = -1
     """The denoise step that comes next; -1 = the context has to be written first."""
     prediction: torch.Tensor | None = None
-    """Of the step being run: fp32 velocities [branches, K, N, C]."""
+    """Of the step being run, or of the one computed last before it: fp32 velocities [branches, K, N, C]."""
 
     cells: list[slice] = field(default_factory=list)
     """Of the forward being run: this drawing's `gen` tokens, conditional pictures first."""
@@ -124,7 +128,15 @@ class Drawing:
     @property
     def guided(self) -> bool:
         """Whether the current step needs the unconditional branch."""
-        return self.guidance.acts_at(float(self.timesteps[self.step]))
+        return self._guided_at(self.step)
+
+    def _guided_at(self, step: int) -> bool:
+        return self.guidance.acts_at(float(self.timesteps[step]))
+
+    @property
+    def computes(self) -> bool:
+        """Whether the current step needs the network."""
+        return not self.prefilled or self.computed[self.step]
 
     # -- the context ---------------------------------------------------------------------------------------------------
 
@@ -146,6 +158,11 @@ class Drawing:
         for cache in self.uncond[1:]:
             cache.copy_context(self.uncond[0], self.uncond[0].length)
         self._time = writer.network.time_embedder(self.timesteps.to(writer.device))
+        self.computed = (True,) * self.num_steps
+        if self.step_cache is not None:
+            guided = [self._guided_at(step) for step in range(self.num_steps)]
+            turns = {step for step in range(1, self.num_steps) if guided[step] != guided[step - 1]}
+            self.computed = computed_steps(self._time[:-1], self.step_cache, turns)
         self._positions = writer.position_rows(self.plan.grid)
         self._ropes = [writer.block_rope(block) for block in (self.plan.cond_block, self.plan.uncond_block)]
         for branch in (self.cond, self.uncond):

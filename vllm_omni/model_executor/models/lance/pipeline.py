@@ -72,6 +72,7 @@ from vllm_omni.model_executor.models.lance.vae import (
 )
 from vllm_omni.model_executor.models.lance.vision import VisionTower
 from vllm_omni.model_executor.models.lance.weights import adapter_target, load_network, load_vae, load_vision
+from vllm_omni.model_executor.step_cache import step_cache_meta
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles, launches_graphs
 
@@ -288,6 +289,7 @@ class Lance(nn.Module):
             "width": inputs.size[1],
             "num_inference_steps": inputs.num_steps,
         }
+        meta |= step_cache_meta(drawing.step_cache, drawing.computed)
         video = work.task in VIDEO_TASKS
         if video:
             meta |= {"num_frames": inputs.num_frames, "fps": inputs.fps}

@@ -43,6 +43,7 @@ from vllm_omni.model_executor.models.lance.pack import padded_capacity
 from vllm_omni.model_executor.models.lance.prompt import CAPTION_PROMPT, Turn, system_prompt_of
 from vllm_omni.model_executor.models.lance.sampling import RENORM_TYPES, Guidance, TokenChoice
 from vllm_omni.model_executor.models.lance.sizes import drawing_grid, reference_grid
+from vllm_omni.model_executor.step_cache import StepCache
 from vllm_omni.outputs import RequestFailed
 
 _MIN_SIDE, _MAX_SIDE = 28, 8192
@@ -69,7 +70,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     clip that is sent; None = it has 12 frames a second already. system_prompt: instead of the task's own.
     turns: of a conversation, before the prompt. picture_turn: which of them shows the picture; None = the prompt.
     Drawing: cfg_text_scale (the same as `guidance_scale`), cfg_interval, cfg_renorm_type, cfg_renorm_min,
-    timestep_shift. Reading: max_tokens, temperature, top_p, stop; chunk_tokens = answer in pieces, one request each.
+    timestep_shift, step_cache (`step_cache.py`). Reading: max_tokens, temperature, top_p, stop; chunk_tokens = answer
+    in pieces, one request each.
     """
 
     task: Task | None = None
@@ -82,6 +84,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     cfg_renorm_type: str | None = DEFAULTS.cfg_renorm_type
     cfg_renorm_min: Unit = DEFAULTS.cfg_renorm_min
     timestep_shift: Annotated[float, msgspec.Meta(gt=0, le=100)] = DEFAULTS.timestep_shift
+    step_cache: StepCache | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -113,6 +116,7 @@ class DrawInputs:
     fps: float
     source: torch.Tensor | None
     preset: Preset
+    step_cache: float | None = None
 
     @property
     def size(self) -> Size:
@@ -258,6 +262,7 @@ def read_drawing(
         fps=DEFAULTS.fps if params.fps is None else params.fps,
         source=source,
         preset=preset,
+        step_cache=options.step_cache,
     )
 
 

@@ -99,6 +99,7 @@ class Starter:
             uncond=[new_cache(uncond, plan.block) for _ in range(inputs.num_images if inputs.guidance.enabled else 0)],
             pinned=0 if first is None else len(first),
             renorm_pinned=self.options.choices.i2v_renorm == "all",
+            step_cache=inputs.step_cache,
         )
 
     def reading(self, inputs: ReadInputs, chunk_tokens: int | None, timer: StageTimer) -> Reading:

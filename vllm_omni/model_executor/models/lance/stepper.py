@@ -51,6 +51,7 @@ class Stepper:
         for reading in readings:
             reading.begin()
         builder = PackBuilder()
+        drawings = [drawing for drawing in drawings if drawing.computes]
         fresh = [drawing for drawing in drawings if not drawing.prefilled]
         for drawing in drawings:
             if drawing.prefilled:
@@ -59,6 +60,8 @@ class Stepper:
                 drawing.add_context(self.writer, builder)
         for reading in readings:
             reading.add(self.writer, builder)
+        if builder.empty:  # no step of this one is computed
+            return
         hidden: dict[Expert, torch.Tensor]
         hidden = self._run(builder) if fresh or readings else {"gen": self._denoise(builder.build())}
         self._choose(readings, hidden)

@@ -16,6 +16,7 @@ from vllm_omni.config import parse_options
 from vllm_omni.inputs import Count
 from vllm_omni.model_executor.model_options import ModelOptions
 from vllm_omni.model_executor.models.wan.architecture import WanConfig, read_architecture
+from vllm_omni.model_executor.step_cache import StepCache
 
 NUM_TRAIN_TIMESTEPS = 1000
 
@@ -187,8 +188,10 @@ class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """`DiffusionParams.options`.
 
     guidance_scale_2: guidance below the boundary; None = the request's `guidance_scale` if it names one that is not the
-    default, else the deployment's. flow_shift: of the noise schedule.
+    default, else the deployment's. flow_shift: of the noise schedule. step_cache: leave out steps whose prediction
+    changes little (`step_cache.py`).
     """
 
     guidance_scale_2: Guidance | None = None
     flow_shift: Shift | None = None
+    step_cache: StepCache | None = None

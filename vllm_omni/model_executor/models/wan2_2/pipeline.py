@@ -55,7 +55,9 @@ from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Tr
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 from vllm_omni.model_executor.models.wan2_2.weights import adapter_targets, load_pipeline_weights
 from vllm_omni.model_executor.one_shot import OneShotSession
+from vllm_omni.model_executor.step_cache import computed_steps, step_cache_meta
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
+from vllm_omni.outputs import RequestFailed
 
 EXPERTS = ("transformer", "transformer_2")
 _WARM_UP_STEPS = 2
@@ -126,6 +128,7 @@ class Video:
     latents: fp32 [z_dim, F, h, w]. condition: `i2v` [mask and latents, F, h, w], `ti2v` [z_dim, 1, h, w] or None.
     texts: encoded prompt and, if guided, negative prompt. cross_kv: theirs, for the expert `expert`.
     scheduler: this request's own; stepped on the last stage only. timesteps: inputs of the network, step by step.
+    computed: of each step, whether it needs the network; otherwise it takes `flow` of the last one that did.
     """
 
     request: VideoRequest
@@ -138,6 +141,8 @@ class Video:
     clean_frames: int
     expert: str = ""
     cross_kv: list[torch.Tensor] = field(default_factory=list)
+    computed: tuple[bool, ...] = ()
+    flow: torch.Tensor | None = None
 
     @classmethod
     def to_decode(cls, request: VideoRequest) -> "Video":
@@ -221,7 +226,8 @@ class Wan22(nn.Module):
         """The working set: latents and the scheduler's past, the condition, two prompts' K/V of one expert."""
         request = self._read(params)
         latents = 4 * torch.Size(request.latent_shape).numel()
-        copies = 1 + _SCHEDULER_COPIES + self.checkpoint.in_channels / self.checkpoint.z_dim
+        kept = request.step_cache is not None
+        copies = 1 + _SCHEDULER_COPIES + kept + self.checkpoint.in_channels / self.checkpoint.z_dim
         return int(copies * latents) + 2 * self._expert("transformer").cross_kv_nbytes
 
     def new_session(self, params: DiffusionParams) -> OneShotSession:
@@ -235,6 +241,10 @@ class Wan22(nn.Module):
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         wanted = self._read(request.params)
+        if wanted.step_cache is not None and self.parallel.num_stages > 1:
+            raise RequestFailed(
+                "invalid_request", "step_cache needs ranks with all layers each; this server's are split over stages"
+            )
         image = read_image(request.tensors, wanted, self.checkpoint)
         if self.text_encoder is None:
             request.state = Video.to_decode(wanted)
@@ -264,16 +274,24 @@ class Wan22(nn.Module):
             clean_frames=int(self.checkpoint.kind == "ti2v" and condition is not None),
         )
         request.num_steps = len(request.work.timesteps)
+        request.work.computed = self._computed_steps(request.work)
 
     def texts(self, request: Request) -> list[torch.Tensor]:
         return [rows for _, rows in request.work.texts]
 
     def batch_key(self, request: Request) -> Hashable:
         video = request.work
-        return (video.request.latent_shape, self._expert_at(video, request.step), video.clean_frames)
+        return (
+            video.request.latent_shape,
+            self._expert_at(video, request.step),
+            video.clean_frames,
+            video.computed[request.step],
+        )
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        if not batch[0].work.computed[batch[0].step]:
+            return torch.stack([self._kept(request.work) for request in batch])
         rows, name = [], self._expert_at(batch[0].work, batch[0].step)
         for request in batch:
             video = request.work
@@ -296,6 +314,8 @@ class Wan22(nn.Module):
             guidance = video.request.guidance if name == EXPERTS[0] else video.request.guidance_2
             flow = branches[0] if len(branches) == 1 else branches[1] + guidance * (branches[0] - branches[1])
             flows.append(flow)
+            if video.request.step_cache is not None:
+                video.flow = flow
         return torch.stack(flows)
 
     @torch.no_grad()
@@ -324,6 +344,7 @@ class Wan22(nn.Module):
             "seed": wanted.seed,
             "num_inference_steps": wanted.num_inference_steps,
             "fps": wanted.fps,
+            **step_cache_meta(wanted.step_cache, video.computed),
         }
         if request.params.output == "latents":
             return meta, {"latents": video.latents}
@@ -373,6 +394,20 @@ class Wan22(nn.Module):
         ratio = self.checkpoint.boundary_ratio
         below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
         return EXPERTS[below]
+
+    def _computed_steps(self, video: Video) -> tuple[bool, ...]:
+        """All steps, or those that a step cache leaves. The first of an expert is one."""
+        threshold, steps = video.request.step_cache, range(len(video.timesteps))
+        if threshold is None:
+            return (True,) * len(steps)
+        experts = [self._expert_at(video, step) for step in steps]
+        firsts = {step for step in steps[1:] if experts[step] != experts[step - 1]}
+        return computed_steps(self._expert(experts[0]).modulation_of(video.timesteps), threshold, firsts)
+
+    @staticmethod
+    def _kept(video: Video) -> torch.Tensor:
+        assert video.flow is not None, "the first step is computed"
+        return video.flow
 
     def _switch_expert(self, video: Video, name: str) -> None:
         """Make the prompts' K/V of the expert that serves this step (collective under tensor parallelism)."""

@@ -40,6 +40,7 @@ class VideoRequest:
     flow_shift: float | None
     seed: int
     fps: float
+    step_cache: float | None = None
 
     @property
     def guided(self) -> bool:
@@ -94,6 +95,7 @@ def read_request(
         flow_shift=options.defaults.flow_shift if own.flow_shift is None else own.flow_shift,
         seed=params.seed or 0,
         fps=params.fps or options.defaults.fps or best.fps,
+        step_cache=own.step_cache,
     )
 
 

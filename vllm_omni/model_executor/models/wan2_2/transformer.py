@@ -137,6 +137,11 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
             return x
         return unpatchify(self.parallel.gather_tokens(self.head(x, head_times), num_tokens), size)
 
+    def modulation_of(self, timesteps: Sequence[float]) -> torch.Tensor:
+        """Return the blocks' modulation at each timestep, fp32 [S, 6 D]: as a whole it says how far steps are apart."""
+        layers = self.time_embedding, self.time_projection
+        return embed_time(timesteps, self.config.freq_dim, *layers, self.device)[1].flatten(1)
+
     def _times(self, rows: Sequence[VideoRow], tokens_per_frame: int, own: slice) -> tuple[Times, Times]:
         """Return the embeddings for the head and for the blocks."""
         clean = any(row.clean_frames for row in rows)
