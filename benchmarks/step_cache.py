@@ -4,7 +4,7 @@
     python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" --steps 30
     python benchmarks/step_cache.py path/to/Wan2.2-T2V-A14B-Diffusers --frames 81 --thresholds 1.5 2 3
     python benchmarks/step_cache.py path/to/Qwen-Image --option first_block_cache --thresholds 0.05 0.1 0.2
-    python benchmarks/step_cache.py --tiny lance               # random weights on a CPU; or wan2_2
+    python benchmarks/step_cache.py --tiny lance               # or wan2_2: try it without a GPU
 
 Of each threshold, against the same request with every step: the share of steps (of forwards, for a pipeline of
 diffusers) that were computed, seconds, the relative L2 error of the latents, and the PSNR of the pictures or frames.
