@@ -75,9 +75,8 @@ def head_trade(
     parallel: ParallelContext, like_BTNH: torch.Tensor, parts: Sequence[tuple[torch.dtype, int]], num_tokens: int
 ) -> "HeadTrade":
     """Begin to trade tokens for heads, in one exchange. Arguments: of `HeadTrade`."""
-    if parallel.peers is not None:
-        return PeerTrade(parallel, parallel.peers, like_BTNH, parts, num_tokens)
-    return CollectiveTrade(parallel, like_BTNH, parts, num_tokens)
+    kind = CollectiveTrade if parallel.peers is None else PeerTrade
+    return kind(parallel, like_BTNH, parts, num_tokens)
 
 
 class HeadTrade:
@@ -101,6 +100,11 @@ class HeadTrade:
         self._bytes = [kinds * heads // parallel.size * self._width * dtype.itemsize for dtype, kinds in parts]
         self._sent_shape = (tokens, batch, sum(self._bytes))
         self._received_shape = (num_tokens, batch, sum(self._bytes))
+        self._begin(like_BTNH)
+
+    def _begin(self, like_BTNH: torch.Tensor) -> None:
+        """Find the memory that is written to, on the device of `like_BTNH`."""
+        raise NotImplementedError
 
     def place(self, part: int, rank: int) -> torch.Tensor:
         """Where to write the numbers for a rank's heads: [K, B, T_r, N_r, H] of the part's type."""
@@ -127,15 +131,8 @@ class HeadTrade:
 class CollectiveTrade(HeadTrade):
     """Packed for each rank, and sent in one all-to-all of bytes."""
 
-    def __init__(
-        self,
-        parallel: ParallelContext,
-        like_BTNH: torch.Tensor,
-        parts: Sequence[tuple[torch.dtype, int]],
-        num_tokens: int,
-    ) -> None:
-        super().__init__(parallel, like_BTNH, parts, num_tokens)
-        self._sent = kept_buffer("tokens sent", (parallel.size, *self._sent_shape), like_BTNH, torch.uint8)
+    def _begin(self, like_BTNH: torch.Tensor) -> None:
+        self._sent = kept_buffer("tokens sent", (self._parallel.size, *self._sent_shape), like_BTNH, torch.uint8)
         self._places = self._typed(self._sent)
 
     def place(self, part: int, rank: int) -> torch.Tensor:
@@ -156,27 +153,19 @@ class CollectiveTrade(HeadTrade):
 class PeerTrade(HeadTrade):
     """Written where the other ranks read it."""
 
-    def __init__(
-        self,
-        parallel: ParallelContext,
-        peers: PeerMemory,
-        like_BTNH: torch.Tensor,
-        parts: Sequence[tuple[torch.dtype, int]],
-        num_tokens: int,
-    ) -> None:
-        super().__init__(parallel, like_BTNH, parts, num_tokens)
-        self._peers = peers
-        tokens, batch, row = self._received_shape
+    def _begin(self, like_BTNH: torch.Tensor) -> None:
+        peers, (tokens, batch, row) = self._parallel.peers, self._received_shape
+        assert peers is not None
         buffers = peers.buffers("heads received", tokens * batch * row)
         self._received = [buffer.view(self._received_shape) for buffer in buffers]
-        own = parallel.token_slice(num_tokens)
+        own = self._parallel.token_slice(tokens)
         self._places = [self._typed(received[own]) for received in self._received]
 
     def place(self, part: int, rank: int) -> torch.Tensor:
         return self._places[rank][part]
 
     def exchange(self) -> list[torch.Tensor]:
-        self._peers.meet()
+        self._parallel.meet()
         return self._typed(self._received[self._parallel.rank])
 
 
