@@ -39,6 +39,10 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="vLLM's flag (default: what the checkpoint stores)")
     parser.add_argument("--quantization", help="vLLM's flag")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="vLLM's flag")
+
+
+def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `tracing` and `kernel_times` read."""
     parser.add_argument("--kernels", action="store_true", help="trace chunks at the end: GPU time by kernel")
     parser.add_argument("--traces", type=Path, help="with --kernels: keep torch's traces in this folder")
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import (
     add_output_arguments,
     add_serving_arguments,
+    add_tracing_arguments,
     kernel_times,
     precision_of,
     run_request,
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="the tiny checkpoint, for a machine without a GPU")
     add_serving_arguments(parser)
+    add_tracing_arguments(parser)
     parser.add_argument("--name", default="lance", help="name of the result file")
     parser.add_argument("--sections", nargs="+", help="measure only these, by the names the result gives them")
     add_output_arguments(parser)

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import (
     add_output_arguments,
     add_serving_arguments,
+    add_tracing_arguments,
     first_frames,
     kernel_times,
     precision_of,
@@ -226,6 +227,7 @@ def main() -> None:
         "--disable-custom-all-reduce", action="store_true", help="vLLM's flag: all-reduces by NCCL only"
     )
     add_serving_arguments(parser)
+    add_tracing_arguments(parser)
     parser.add_argument("--name", help="name of the result file (default: lingbot_world, and the release)")
     add_output_arguments(parser)
     args = parser.parse_args()

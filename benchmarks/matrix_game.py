@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import (
     add_output_arguments,
     add_serving_arguments,
+    add_tracing_arguments,
     kernel_times,
     precision_of,
     run_request,
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="the tests' tiny model with its own weights")
     add_serving_arguments(parser)
+    add_tracing_arguments(parser)
     parser.add_argument("--name", default="matrix_game", help="name of the result file (default: matrix_game)")
     add_output_arguments(parser)
     args = parser.parse_args()

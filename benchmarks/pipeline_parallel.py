@@ -39,6 +39,7 @@ from common import (
     IDLE_S,
     add_output_arguments,
     add_serving_arguments,
+    add_tracing_arguments,
     chunk_rate,
     command_line,
     hardware,
@@ -305,6 +306,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     add_serving_arguments(parser)
+    add_tracing_arguments(parser)
     parser.add_argument(
         "--share-gpus", action="store_true", help="whether a row works, not how fast: it may have more ranks than GPUs"
     )

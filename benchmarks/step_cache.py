@@ -4,11 +4,12 @@
     python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" --steps 30
     python benchmarks/step_cache.py path/to/Wan2.2-T2V-A14B-Diffusers --frames 81 --thresholds 1.5 2 3
     python benchmarks/step_cache.py path/to/Qwen-Image --option first_block_cache --thresholds 0.05 0.1 0.2
+    python benchmarks/step_cache.py --random lance --quantization fp8_per_channel  # or ti2v-5b: full size, its time
     python benchmarks/step_cache.py --tiny lance               # or wan2_2: try it without a GPU
 
 Of each threshold, against the same request with every step: the share of steps (of forwards, for a pipeline of
 diffusers) that were computed, seconds, the relative L2 error of the latents, and the PSNR of the pictures or frames.
-Weights decide how much is lost: of random ones only the mechanism can be seen.
+Weights decide how much is lost: of random ones only the time and the mechanism can be seen.
 """
 
 import argparse
@@ -27,15 +28,35 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, run_request, running_engine, save
+import lance
+import wan2_2
+from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
 
 TINY = {"lance": ("lance", "image"), "wan2_2": ("wan2_2", "ti2v"), "qwen_image": ("diffusers_pipeline", "qwen_image")}
 """Name -> family and layout of `make-tiny`."""
+RANDOM = ("lance", *wan2_2.TRANSFORMERS)
+
+
+def random_model(name: str, folder: Path) -> Path:
+    """A directory of a released architecture without weights (they come from --load-format dummy)."""
+    if name == "lance":
+        return lance.write_checkpoint(folder, "image", layers=36)
+    model = folder / "model"
+    wan2_2.write_checkpoint(model, name)
+    return model
 
 
 async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     size = {"height": args.height, "width": args.width}
-    async with running_engine(model, {**size, "model": json.loads(args.model_options)}) as engine:
+    load_format = {"load_format": "dummy"} if args.random else {}
+    async with running_engine(
+        model,
+        {**size, "model": json.loads(args.model_options), **json.loads(args.omni_options)},
+        enforce_eager=args.eager,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        **precision_of(args),
+        **load_format,
+    ) as engine:
 
         async def make(threshold: float | None, output: str) -> tuple[dict[str, Any], Any, float]:
             from vllm_omni.inputs import DiffusionParams
@@ -79,6 +100,7 @@ async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", type=Path, help="directory of Lance, Wan 2.2 or a pipeline of diffusers")
+    parser.add_argument("--random", choices=RANDOM, help="a model of full size with random weights instead")
     parser.add_argument("--tiny", choices=TINY, help="a tiny model instead")
     parser.add_argument("--prompt", default="a lighthouse above the sea")
     parser.add_argument("--steps", type=int, default=30)
@@ -87,14 +109,16 @@ def main() -> None:
     parser.add_argument("--frames", type=int, help="of a video")
     parser.add_argument("--option", choices=("step_cache", "first_block_cache"), default="step_cache")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.5, 2.0, 3.0, 4.0])
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    add_serving_arguments(parser)
     parser.add_argument("--name", default="step_cache", help="name of the result file")
     add_output_arguments(parser)
     args = parser.parse_args()
-    if (args.model is None) == (args.tiny is None):
-        parser.error("name a model's directory, or --tiny and one of its models")
+    if [args.model, args.random, args.tiny].count(None) != 2:
+        parser.error("name one of: a model's directory, --random and --tiny with one of their models")
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
+        if args.random is not None:
+            model = random_model(args.random, Path(folder))
         if args.tiny is not None:
             from vllm_omni.model_executor.models.registry import get_family
 
@@ -103,7 +127,8 @@ def main() -> None:
             args.frames = 9 if family == "wan2_2" else None
             get_family(family).make_tiny(model, 0, layout)
         rows = asyncio.run(measure(model, args))
-    result = {"option": args.option, "steps": args.steps, "size": [args.height, args.width], "rows": rows}
+    size = [args.height, args.width]
+    result = {"option": args.option, "steps": args.steps, "size": size, **precision_of(args), "rows": rows}
     save(args.name, {"result": result}, args)
 
 

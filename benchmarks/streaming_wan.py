@@ -38,6 +38,7 @@ from common import (
     IDLE_S,
     add_output_arguments,
     add_serving_arguments,
+    add_tracing_arguments,
     kernel_times,
     precision_of,
     restart_with,
@@ -244,6 +245,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline", choices=["blocks", "temporal"], default="blocks", help="what a stage owns")
     parser.add_argument("--chunks-in-flight", type=int, default=1, help="of one stream at work at once")
     add_serving_arguments(parser)
+    add_tracing_arguments(parser)
     parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--name", default="streaming_wan", help="name of the result file")
     add_output_arguments(parser)
