@@ -26,7 +26,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, run_request, running_engine, save
+from common import add_output_arguments, run_request, running_engine, save
 
 METHODS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 KINDS = ("self_attn.qkv", "self_attn.o", "cross_attn.q", "cross_attn.kv", "cross_attn.o", "ffn.0", "ffn.2")
@@ -280,8 +280,9 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     parser.add_argument("--only", nargs="*", choices=("all", "K/V", *KINDS), help="rows of `latents` (default: each)")
-    add_serving_arguments(parser)
-    parser.set_defaults(quantization="fp8_per_channel")
+    parser.add_argument("--quantization", default="fp8_per_channel", help="vLLM's flag")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     add_output_arguments(parser)
     args = parser.parse_args()
     in_process = {"products": products, "stored": stored}

@@ -41,6 +41,7 @@ from common import (
     HUGE_PAGES,
     add_output_arguments,
     add_serving_arguments,
+    precision_of,
     restart_with,
     run_chunks,
     run_request,
@@ -208,10 +209,10 @@ async def measure_policy(model: Path, policy: str, args: argparse.Namespace, row
     async with running_engine(
         model,
         omni,
-        dtype="float32" if args.size == "tiny" else "bfloat16",
         enforce_eager=args.eager,
         load_format="dummy",
         gpu_memory_utilization=args.gpu_memory_utilization,
+        **precision_of(args),
     ) as engine:
         start_s = round(time.monotonic() - loading_s, 1)
 
@@ -254,6 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     add_serving_arguments(parser)
+    parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--name", help="name of the result file (default: streams_per_gpu_DECODER)")
     add_output_arguments(parser)
     return parser
@@ -262,7 +264,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     if args.tiny:
-        args.size, args.height, args.width, args.eager = "tiny", 64, 96, True
+        args.size, args.height, args.width, args.eager, args.dtype = "tiny", 64, 96, True, "float32"
         args.chunks, args.most_seconds = min(args.chunks, 5), max(args.most_seconds, 60.0)  # any CPU plays them all
     if args.warm_chunks < 1 or args.chunks < 1:
         raise SystemExit("--warm-chunks and --chunks must be at least 1")
@@ -282,6 +284,7 @@ def main() -> None:
             "model": f"causal_wan {args.size}",
             "size": [args.height, args.width],
             "decoder": args.decoder,
+            **precision_of(args),
             "fps": args.fps,
             "frames_per_chunk": args.chunk_frames,
             "max_gap_chunks": MAX_GAP_CHUNKS,

@@ -31,7 +31,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, run_request, running_engine, save
+from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
 
 GEMM_FLOPS = 790e12
 """bf16 matrix products on an H200, measured."""
@@ -182,6 +182,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
         cpu_offload_gb=args.cpu_offload_gb,
+        **precision_of(args),
     ) as engine:
         load_s = time.perf_counter() - loading
         records = [await request(number) for number in range(args.requests)]
@@ -203,6 +204,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "model_options": options,
         "omni_options": json.loads(args.omni_options),
         "eager": args.eager,
+        **precision_of(args),
         "cpu_offload_gb": args.cpu_offload_gb,
         "load_and_warm_up_s": round(load_s, 1),
         "seconds_per_step": {name: round(value, 4) for name, value in medians.items()},

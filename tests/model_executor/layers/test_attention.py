@@ -3,8 +3,9 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.attention import attention, cross_attention
 
 
 def reference(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, causal: bool = False) -> torch.Tensor:
@@ -51,6 +52,33 @@ def test_the_cuda_kernel_agrees_within_bf16() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 192, 192))
     torch.testing.assert_close(attention(q, k, v).double(), reference(q, k, v), atol=2e-2, rtol=0)
+
+
+def test_attention_to_a_prompt_is_attention() -> None:
+    q, k, v = (torch.randn(count, 2, 16) for count in (6, 4, 4))
+    assert torch.equal(cross_attention(q, k, v), attention(q, k, v))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("heads", "keys"), [(12, 512), (40, 512), (12, 257)])
+def test_attention_to_a_prompt_agrees_within_bf16(heads: int, keys: int) -> None:
+    """Keys and values of one layer among several, as models keep them; the result's tokens lie one behind the other."""
+    torch.manual_seed(0)
+    q = torch.randn(300, heads, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(3, 2, keys, heads, 128, dtype=torch.bfloat16, device="cuda")[1]
+    found = cross_attention(q, k, v)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), reference(q, k, v), atol=2e-2, rtol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cross_attention(q, k, v)
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(captured, found)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert any("cudnn" in event.key for event in traced.key_averages()), "vLLM turns it off in torch's own choice"
 
 
 @pytest.mark.parametrize("seen", [1, 5, 9])

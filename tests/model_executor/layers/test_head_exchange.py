@@ -297,6 +297,39 @@ def test_windows_that_do_not_round_and_first_chunks_go_the_plain_way() -> None:
     assert type(head_exchange(ParallelContext(), [Row(rounding, later)], 12)) is HeadExchange
 
 
+@pytest.mark.parametrize("storage", [None, FP8])
+def test_what_is_written_in_its_place_is_as_if_handed_over(storage: torch.dtype | None) -> None:
+    """Windows keep the same numbers, and attention reads them; a chunk that turns the ring or makes scales has none."""
+    sizes, exchange = Sizes(4), HeadExchange(ParallelContext(), 4 * CHUNK)
+    handed, placed = (make_window(HEADS, sizes, storage) for _ in range(2))
+    unplaced = []
+    for start in range(0, 6 * CHUNK, CHUNK):
+        rows = [Row(handed, range(start, start + CHUNK))]
+        own = [Row(placed, rows[0].frames)]
+        q, k, v = projected(rows, 1, sizes)
+        attended = exchange.attend(rows, 1, q, k, v, write_only=False)
+        places = exchange.places(own, 1)
+        if places is None:
+            unplaced.append(start)
+            exchange.attend(own, 1, q, k, v, write_only=True)
+        else:
+            (place,) = places
+            for target, kind, x in zip(place.stored_2TNH, range(2), (k[0], v[0]), strict=True):
+                scales = place.scales_2N
+                target.copy_(x if scales is None else fp8_kernels.plain_narrow(x, scales[kind]))
+        found = exchange.attend_to_written(own, 1, q)
+        assert attended is not None and torch.equal(found, attended)
+        assert torch.equal(placed.buffer.float(), handed.buffer.float())
+    makes_scales = [] if storage is None else [0]
+    assert unplaced == makes_scales + [start for start in range(0, 6 * CHUNK, CHUNK) if turns(handed, start)]
+    assert HeadExchange(ParallelContext(0, 2, sequence_parallel=True), 12).places(rows, 1) is None
+
+
+def turns(window: KVWindow, start: int) -> bool:
+    slots = [window.slot(frame) for frame in range(start, start + CHUNK)]
+    return slots != list(range(slots[0], slots[0] + CHUNK))
+
+
 def test_one_row_is_not_copied() -> None:
     row = torch.zeros(2)
     assert stack([row]).data_ptr() == row.data_ptr()

@@ -69,6 +69,19 @@ def attention(
     return out.squeeze(0).transpose(0, 1)
 
 
+def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+    """`attention` of many queries to a prompt's few keys, of sizes that come again and again.
+
+    On Hopper by cuDNN, which is faster there than FlashAttention 3, and makes a plan of every size it meets. vLLM turns
+    cuDNN off in torch's own choice of kernels; it is called by name here.
+    """
+    if _is_half(q_TNH) and _flash_attention(3) and torch.backends.cudnn.is_available():
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0]
+        return out.squeeze(0).transpose(0, 1)
+    return attention(q_TNH, k_SNH, v_SNH)
+
+
 def _is_half(q_TNH: torch.Tensor) -> bool:
     return q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16)
 

@@ -49,6 +49,12 @@ def _widen_kernel(
 
 
 @triton.jit
+def narrowed(x, scale):
+    """fp32 numbers divided by powers of two and cut to what e4m3 holds; a number that is none stays none."""
+    return tl.clamp(x * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _narrow_kernel(
     first,
     second,
@@ -77,8 +83,7 @@ def _narrow_kernel(
         x = tl.load(first + (token * first_token + head * first_head)[:, None] + column[None, :], mask=inside)
     else:
         x = tl.load(second + (token * second_token + head * second_head)[:, None] + column[None, :], mask=inside)
-    x = x.to(tl.float32) * tl.div_rn(1.0, tl.load(scales + kind * N + head))[:, None]
-    x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    x = narrowed(x.to(tl.float32), tl.load(scales + kind * N + head)[:, None])
     target = kind.to(tl.int64) * out_kind + token * out_token + head * H
     tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
 

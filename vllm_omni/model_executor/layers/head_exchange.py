@@ -29,6 +29,7 @@ from vllm_omni.model_executor.layers.head_trade import (
     heads_to_tokens,
     tokens_to_heads,
 )
+from vllm_omni.model_executor.layers.kv_format import KVPlace
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rows import stack
 
@@ -52,6 +53,8 @@ class KVView(Protocol):
     """A window as attention uses it (`kv_cache.py`): write a chunk's K/V, then attend to the visible ones."""
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
+
+    def place(self, layer: int, frames: range) -> KVPlace | None: ...
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
 
@@ -87,6 +90,21 @@ class HeadExchange:
         self.parallel = parallel
         self.num_tokens = num_tokens
 
+    def places(self, rows: Sequence[WindowRow], layer: int) -> list[KVPlace] | None:
+        """Where the rows' K/V of `layer` are kept, for who writes them there and then calls `attend_to_written`.
+
+        None: they are to be handed to `attend`.
+        """
+        if self.parallel.sequence_parallel:
+            return None
+        places = [row.window.place(layer, row.frames) for row in rows]
+        known = [place for place in places if place is not None]
+        return known if len(known) == len(rows) else None
+
+    def attend_to_written(self, rows: Sequence[WindowRow], layer: int, q_BTNH: torch.Tensor) -> torch.Tensor:
+        """Attend to windows that hold the rows' K/V of `layer`, [B, T, N, H]."""
+        return stack([row.window.attend(layer, row.frames, q_TNH) for row, q_TNH in zip(rows, q_BTNH, strict=True)])
+
     def attend(
         self,
         rows: Sequence[WindowRow],
@@ -106,8 +124,7 @@ class HeadExchange:
         if write_only:
             self.parallel.meet()
             return None
-        attended = [row.window.attend(layer, row.frames, q_TNH) for row, q_TNH in zip(rows, q, strict=True)]
-        return heads_to_tokens(self.parallel, stack(attended))
+        return heads_to_tokens(self.parallel, self.attend_to_written(rows, layer, q))
 
 
 class RoundedExchange(HeadExchange):

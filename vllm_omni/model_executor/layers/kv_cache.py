@@ -28,7 +28,7 @@ import torch
 
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.kept_memory import KeptMemory, Ring
-from vllm_omni.model_executor.layers.kv_format import KVFormat, kv_format, kv_nbytes
+from vllm_omni.model_executor.layers.kv_format import KVFormat, KVPlace, kv_format, kv_nbytes
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
 
@@ -135,6 +135,15 @@ class KVWindow:
             source = slice(offset * size, (offset + count) * size)
             target = slice(slot * size, (slot + count) * size)
             self.format.store(layer, k_TNH[source], v_TNH[source], self.buffer[layer, :, target])
+
+    def place(self, layer: int, frames: range) -> KVPlace | None:
+        """Return where `write` would put a chunk's keys and values, if that is one piece and all that it would do."""
+        runs, scales = self._runs(frames), self.format.scales()
+        if len(runs) > 1 or (frames.start == 0 and scales is not None):
+            return None
+        ((_, slot, count),) = runs
+        tokens = slice(slot * self.tokens_per_frame, (slot + count) * self.tokens_per_frame)
+        return KVPlace(self.buffer[layer, :, tokens], None if scales is None else scales[layer])
 
     def rounded_ahead(self, frames: range) -> Self | None:
         """Return this window if keys and values of chunk `frames` may be rounded before they come, else None.

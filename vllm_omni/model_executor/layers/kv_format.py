@@ -12,6 +12,7 @@ Held by tests/model_executor/layers/test_kv_format.py.
 
 # L layers, T tokens of a chunk, S stored tokens, N heads, H head dim
 
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -24,6 +25,18 @@ from vllm_omni.model_executor.layers.rows import in_words
 _HEADROOM = 16.0
 _TINIEST = 2.0**-10
 """Of a head whose values are all zero."""
+
+
+@dataclass(frozen=True)
+class KVPlace:
+    """Where a chunk's keys and values of a layer are kept.
+
+    stored_2TNH: a part of the buffer. scales_2N: fp32 powers of two by which they are divided before they are rounded
+    to FP8; None = they are kept as they are.
+    """
+
+    stored_2TNH: torch.Tensor
+    scales_2N: torch.Tensor | None
 
 
 class KVFormat:

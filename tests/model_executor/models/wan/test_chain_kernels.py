@@ -10,7 +10,7 @@ import torch
 from helpers.triton_interpreter import interpret, require_triton
 
 from vllm_omni.model_executor.layers.chains import on_cuda
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, plain_narrow
 from vllm_omni.model_executor.models.wan import chains
 
 ROWS, TOKENS, WIDTH, HEAD = 2, 5, 48, 8
@@ -128,12 +128,41 @@ def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
     return len(made)
 
 
+def check_store(kernels: Any, dtype: torch.dtype, device: str) -> None:
+    """Keys and values in a window are those of `rms_rope` and `narrow`, to the bit; its other tokens stay."""
+    i = random_inputs(dtype, device)
+    k, v, turn = i["k"][1], i["update"][1], (i["cos"][1], i["sin"][1])
+    heads = WIDTH // HEAD
+    scales = torch.exp2(torch.arange(2.0 * heads, device=device) % 5 - 6).view(2, heads)
+    for squares in (None, i["squares_k"][1]):
+        keys = kernels.rms_rope(k, squares, i["weight"], *turn, WIDTH, EPS)
+        values = v.unflatten(-1, keys.shape[-2:])
+        for storage, own in ((dtype, None), (FP8, scales)):
+            wanted = torch.zeros(2, TOKENS + 2, heads, HEAD, device=device).to(storage)
+            found = wanted.clone()
+            if own is None:
+                wanted[:, 1:-1] = torch.stack((keys, values))
+            else:
+                for target, x, scales_N in zip(wanted[:, 1:-1], (keys, values), own, strict=True):
+                    target.copy_(plain_narrow(x, scales_N))
+            arguments = k, squares, i["weight"], *turn, WIDTH, EPS, v, found[:, 1:-1], own
+            kernels.store_keys_values(*arguments)
+            numbers, expected = found.float(), wanted.float()
+            assert numbers[:, 1:-1].abs().amax() > 1 and not numbers[:, [0, -1]].any()
+            if device == "cpu" and kernels is not chains and own is not None:  # Triton's interpreter: as above
+                numbers = torch.where(2 * numbers == expected, expected, numbers)
+                assert (numbers - expected).norm() / expected.norm() < 2e-2
+            else:
+                assert torch.equal(numbers, expected), (storage, squares is None)
+
+
 @torch.inference_mode()
 def interpreted(rank: int) -> None:
     from vllm_omni.model_executor.models.wan import chain_kernels
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert (check(chain_kernels, dtype, "cpu"), check_rounded(chain_kernels, dtype, "cpu")) == (28, 6)
+        check_store(chain_kernels, dtype, "cpu")
 
 
 def test_kernels_equal_the_chains_in_the_interpreter() -> None:
@@ -147,6 +176,12 @@ def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
     from vllm_omni.model_executor.models.wan import chain_kernels
 
     assert (check(chain_kernels, dtype, "cuda"), check_rounded(chain_kernels, dtype, "cuda")) == (28, 6)
+    check_store(chain_kernels, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plain_chain_stores_what_it_returns(dtype: torch.dtype) -> None:
+    check_store(chains, dtype, "cpu")
 
 
 def test_each_kernel_takes_the_arguments_of_its_chain() -> None:

@@ -18,6 +18,7 @@ import torch
 
 from vllm_omni.actions import ActionRows
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.kv_format import KVPlace
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.matrix_game.config import Variant
 from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout
@@ -43,6 +44,9 @@ class ActionWindows(WindowSet):
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         self["trunk"].write(layer, frames, k_TNH, v_TNH)
+
+    def place(self, layer: int, frames: range) -> KVPlace | None:
+        return self["trunk"].place(layer, frames)
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         return self["trunk"].attend(layer, frames, q_TNH)

@@ -16,6 +16,7 @@ import torch
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.fp8_triton import narrowed
 from vllm_omni.model_executor.layers.rounded_input import Input
 from vllm_omni.model_executor.layers.rounded_input import rounded as rounded_rows
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
@@ -103,6 +104,40 @@ def _rms_kernel(
         even, odd = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
         value = tl.reshape(tl.join(even * cosine - odd * sine, even * sine + odd * cosine), (BLOCK,))
     tl.store(out + row.to(tl.int64) * D + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_kernel(
+    k, squares, weight, cos, sin, v, scales, out,
+    k_token, squares_token, turn_token, v_token, out_kind, out_token, dim, eps,
+    N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Kind 0 of out = keys as of `_rms_kernel`, kind 1 = values. scales: each head's divides them; None = kept so.
+
+    A program holds a token's heads, one beside the other: N of 2 C channels, of HEADS and 2 PAIRS that it has room for.
+    """
+    token, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, lane = tl.arange(0, HEADS)[:, None], tl.arange(0, 2 * PAIRS)[None, :]
+    column = head * 2 * C + lane
+    inside = (head < N) & (lane < 2 * C)
+    if kind == 0:
+        value = tl.load(k + token * k_token + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        value = value.to(tl.float32)
+        total = tl.sum(value * value) if squares is None else tl.load(squares + token * squares_token)
+        value *= tl.rsqrt(total / dim + eps) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        pair = tl.arange(0, PAIRS)[None, :]
+        cosine = tl.load(cos + token * turn_token + pair, mask=pair < C, other=0.0)
+        sine = tl.load(sin + token * turn_token + pair, mask=pair < C, other=0.0)
+        even, odd = tl.split(tl.reshape(value, (HEADS, PAIRS, 2)))
+        value = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        value = tl.reshape(value, (HEADS, 2 * PAIRS)).to(k.dtype.element_ty).to(tl.float32)
+    else:
+        value = tl.load(v + token * v_token + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        value = value.to(tl.float32)
+    if scales is not None:
+        value = narrowed(value, tl.load(scales + kind * N + head, mask=head < N, other=1.0))
+    target = out + kind.to(tl.int64) * out_kind + token * out_token + column
+    tl.store(target, value.to(out.dtype.element_ty), mask=inside)
 
 
 def modulated_norm(
@@ -200,6 +235,31 @@ def rms_rope(
     return out.unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
 
 
+def store_keys_values(
+    k: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+    v: torch.Tensor,
+    stored_2TNH: torch.Tensor,
+    scales_2N: torch.Tensor | None,
+) -> None:
+    """`chains.store_keys_values`."""
+    heads, width = stored_2TNH.shape[2:]
+    out_kind, out_token, *of_head = stored_2TNH.stride()
+    assert of_head == [width, 1] and k.stride(-1) == v.stride(-1) == cos_TC.stride(-1) == 1
+    assert cos_TC.stride() == sin_TC.stride() and (scales_2N is None or scales_2N.is_contiguous())
+    _store_kernel[(len(k), 2)](
+        k, squares, weight, cos_TC, sin_TC, v, scales_2N, stored_2TNH,
+        k.stride(0), 0 if squares is None else squares.stride(0), cos_TC.stride(0), v.stride(0), out_kind, out_token,
+        dim, eps, N=heads, C=width // 2, HEADS=triton.next_power_of_2(heads), PAIRS=triton.next_power_of_2(width // 2),
+        num_warps=WARPS,
+    )  # fmt: skip
+
+
 KERNELS = (
     modulated_norm,
     after_self_attention,
@@ -209,6 +269,7 @@ KERNELS = (
     gated_add,
     rms_scale,
     rms_rope,
+    store_keys_values,
 )
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers import chains
+from vllm_omni.model_executor.layers.fp8_kernels import narrow
 from vllm_omni.model_executor.layers.rope import apply_rope
 from vllm_omni.model_executor.layers.rounded_input import Input, round_tokens
 
@@ -120,6 +121,27 @@ def rms_rope(
     return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)
 
 
+def store_keys_values(
+    k: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+    v: torch.Tensor,
+    stored_2TNH: torch.Tensor,
+    scales_2N: torch.Tensor | None,
+) -> None:
+    """Write `rms_rope` of keys [T, D], and values [T, D], to where a window keeps them (`KVPlace`)."""
+    keys = rms_rope(k, squares, weight, cos_TC, sin_TC, dim, eps)
+    values = v.unflatten(-1, keys.shape[-2:])
+    if scales_2N is not None:
+        narrow((keys, values), scales_2N, stored_2TNH)
+    else:
+        stored_2TNH.copy_(torch.stack((keys, values)))
+
+
 def _scaled(x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
     squares = sum_of_squares(x) if squares is None else squares
     return x.float() * torch.rsqrt(squares / dim + eps) * weight.float()
@@ -138,6 +160,7 @@ class Chains(chains.Chains):
     sum_of_squares: Callable[..., torch.Tensor] = sum_of_squares
     rms_scale: Callable[..., torch.Tensor] = rms_scale
     rms_rope: Callable[..., torch.Tensor] = rms_rope
+    store_keys_values: Callable[..., None] = store_keys_values
 
     @staticmethod
     def kernels() -> Sequence[Callable[..., Any]]:

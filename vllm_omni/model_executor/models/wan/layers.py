@@ -20,8 +20,9 @@ from torch.func import functional_call
 from torch.nn import functional
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
-from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.attention import cross_attention
 from vllm_omni.model_executor.layers.head_exchange import HeadExchange, WindowRow
+from vllm_omni.model_executor.layers.kv_format import KVPlace
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ChannelWeight, ParallelContext
 from vllm_omni.model_executor.layers.rounded_input import Input, rounded
@@ -81,11 +82,41 @@ class SelfAttention(nn.Module):
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         squares_q, squares_k = _squares_of_all_ranks(self.chains, self.parallel, q, k)
+        places = exchange.places(rows, layer) if k.is_cuda else None  # compiled chains make new tensors
+        if places is not None:
+            self._store(places, k, squares_k, v, rope)
+            if write_only:
+                return None
         q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
+        if places is not None:
+            return self.o(exchange.attend_to_written(rows, layer, q).flatten(-2))
         k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
         v = v.unflatten(-1, k.shape[-2:])
         attended = exchange.attend(rows, layer, q, k, v, write_only)
         return None if attended is None else self.o(attended.flatten(-2))
+
+    def _store(
+        self,
+        places: Sequence[KVPlace],
+        k_BTD: torch.Tensor,
+        squares_BT1: torch.Tensor | None,
+        v_BTD: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Norm and rotate keys on their way into the rows' windows, where values go beside them."""
+        for number, place in enumerate(places):
+            self.chains.store_keys_values(
+                k_BTD[number],
+                None if squares_BT1 is None else squares_BT1[number],
+                self.norm_k.weight,
+                rope[0][number],
+                rope[1][number],
+                self.dim,
+                self.eps,
+                v_BTD[number],
+                place.stored_2TNH,
+                place.scales_2N,
+            )
 
 
 class CrossAttention(nn.Module):
@@ -120,7 +151,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_BTD: Input, rows: Sequence[AttentionRow], index: int) -> torch.Tensor:
         q = self._normed(self.q(x_BTD), self.norm_q).unflatten(-1, (-1, self.head_dim))
-        attended = [attention(q_TNH, *row.cross_kv[index]) for row, q_TNH in zip(rows, q, strict=True)]
+        attended = [cross_attention(q_TNH, *row.cross_kv[index]) for row, q_TNH in zip(rows, q, strict=True)]
         return self.o(stack(attended).flatten(-2))
 
 

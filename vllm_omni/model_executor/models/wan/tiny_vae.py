@@ -33,9 +33,7 @@ class TinyVAEDecoder(nn.Module):
         self.decoder = taehv.decoder(_LATENT_CHANNELS, channels, 3).to(dtype)
         self.dtype = dtype
         self.requires_grad_(False)
-        for weight in self.parameters():
-            if weight.device.type == "cpu" and weight.dim() == 4:  # the layout its kernels are fastest in
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        taehv.lay_channels_last(self)
         self.eval()
 
     @torch.no_grad()

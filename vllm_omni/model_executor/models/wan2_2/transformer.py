@@ -35,6 +35,9 @@ class OwnTokens:
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         self._kv = (k_TNH, v_TNH)
 
+    def place(self, layer: int, frames: range) -> None:
+        """Nothing is kept."""
+
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         assert self._kv is not None
         kv, self._kv = self._kv, None

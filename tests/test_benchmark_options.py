@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No benchmark offers an option of the engine and leaves it out: its number would be that of another engine."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import add_serving_arguments, add_tracing_arguments, precision_of
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+OFFERS = {add_serving_arguments.__name__: add_serving_arguments, add_tracing_arguments.__name__: add_tracing_arguments}
+
+
+def options_of(script: str) -> set[str]:
+    """Names of the options that a script takes from `common`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for name, offer in OFFERS.items():
+        if f"{name}(parser)" in script:
+            offer(parser)
+    return {action.dest for action in parser._actions}
+
+
+def unread(script: str) -> set[str]:
+    """Those of its options that a script does not read, itself or by a function of `common`."""
+    read = set(re.findall(r"\bargs\.(\w+)", script))
+    if "precision_of(args)" in script:
+        read |= set(precision_of(argparse.Namespace(dtype=0, quantization=0, kv_cache_dtype=0)))
+    if "trace_folder(args" in script:
+        read.add("traces")
+    return options_of(script) - read
+
+
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if options_of(path.read_text()))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_option_is_read(name: str) -> None:
+    assert not unread((BENCHMARKS / name).read_text())
+
+
+def test_an_option_that_nobody_reads_is_found() -> None:
+    script = "add_serving_arguments(parser)\nprint(args.eager, args.gpu_memory_utilization, precision_of(args))"
+    assert unread(script) == {"model_options", "omni_options"} and len(SCRIPTS) > 8
