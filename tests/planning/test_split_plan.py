@@ -29,20 +29,18 @@ from vllm_omni.planning.models import known_names, model_of, size_names
 from vllm_omni.planning.report import WEIGHT_ITEMSIZES, candidates
 from vllm_omni.planning.stream_model import Split, StreamModel
 
-BOUNDS = {"chunk interval": (0.08, 0.20), "first frame": (0.15, 0.45), "peak memory of a GPU": (0.03, 0.08)}
+BOUNDS = {"chunk interval": (0.04, 0.20), "first frame": (0.12, 0.45), "peak memory of a GPU": (0.03, 0.08)}
 """Largest error of half of the runs, and of all but `NOT_COUNTED`."""
 
 NOT_COUNTED = {
     "chunk interval": {
         "pipeline_parallel_causal_wan_1_3b_two_gpus: matched2_vae_stage",
         "pipeline_parallel_causal_wan_1_3b_other_splits: matched2_temporal2_ulysses2",
-        "pipeline_parallel_causal_wan_1_3b_two_gpus_peers: ulysses_vae_parallel",
     },
     "first frame": {"pipeline_parallel_causal_wan_1_3b: ulysses4_vae_parallel_2_sessions"},
 }
-"""Their limit is left out of `plan`: a host that launched chunks in flight kernel by kernel, as none does since; ranks
-that write into each other's memory, where `plan` counts NCCL's exchanges; two sessions that began together.
-"""
+"""Their limit is left out of `plan`: a host that launched chunks in flight kernel by kernel, as none does since; two
+sessions that began together."""
 
 
 def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -52,7 +50,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_measured_runs_are_predicted() -> None:
-    """Half of chunk intervals within 8 %, all but 3 within 20; memory 8; half of first frames 15, all but one 45."""
+    """Half of chunk intervals within 4 %, all but two within 20; memory 8; half of first frames 12, all but one 45."""
     rows = plan_errors.rows()
     one_session, several = "pipeline_parallel_causal_wan_1_3b_no_options", "pipeline_parallel_causal_wan_1_3b"
     assert {row.run for row in rows} >= {
@@ -165,12 +163,12 @@ def test_a_shared_decode_takes_its_part_of_the_time_and_the_memory() -> None:
     """Of time a little less than its part: rows are exchanged before each convolution."""
     model = model_of("lingbot_world", cuda_graphs=True)
     alone, together = predict(model, H200, Split(4)), predict(model, H200, Split(4, vae_parallel=True))
-    assert 0.25 * alone.decode_ms < together.decode_ms < 0.33 * alone.decode_ms
+    assert 0.25 * alone.decode_ms < together.decode_ms < 0.38 * alone.decode_ms
     assert together.chunk_ms == pytest.approx(alone.chunk_ms - alone.decode_ms + together.decode_ms, rel=0.02)
     assert together.first_frame_ms <= alone.first_frame_ms, "it may leave with the next step, whichever decode ended"
     assert alone.session_bytes - together.session_bytes == pytest.approx(0.75 * 1801 * 2**20)
     beside = [predict(model, H200, Split(2, 2, vae_stage=True, vae_parallel=each)) for each in (False, True)]
-    assert beside[1].decode_ms < 0.58 * beside[0].decode_ms and beside[1].max_sessions >= beside[0].max_sessions
+    assert beside[1].decode_ms < 0.63 * beside[0].decode_ms and beside[1].max_sessions >= beside[0].max_sessions
     assert all(split.vae_parallel == (split.ranks > 1) for split in splits(model, 8))
 
 
@@ -226,7 +224,7 @@ def test_a_short_first_chunk_brings_frames_earlier() -> None:
 def test_fp8_keys_and_values_halve_what_ulysses_ranks_exchange() -> None:
     """All-reduces of tensor parallel ranks stay as they are."""
     plain, fp8 = (model_of("lingbot_world", kv_itemsize=size) for size in (2, 1))
-    free = replace(H200, sync_s=0.0, pack_passes=0.0)
+    free = replace(H200, sync_s=0.0)
     assert exchange_ms(fp8, free, Split(4)) == exchange_ms(plain, free, Split(4)) / 2 > 0
     assert exchange_ms(fp8, H200, Split(4, tensor=True)) == exchange_ms(plain, H200, Split(4, tensor=True))
 

@@ -15,10 +15,10 @@ class Card:
     gemm_tflops: (width of a layer, TFLOP/s) pairs, interpolated. attention_tflops: FlashAttention 3, head size 128.
     elementwise_bytes_per_s, elementwise_passes: a block's elementwise chains read or write its activations so many
     times. layer_gaps_s: of a layer's pass the device is between kernels, or at ones too short for the rates above.
-    vae_tflops: of the fused decoder and the encoder, 3x3x3 convolutions.
+    vae_tflops: of the fused decoder and the encoder, whose 3x3x3 convolutions count as if multiplied out.
     video_encode_tflops: of the encoder when a video's frames arrive with each chunk, their upload in it.
-    link_bytes_per_s, link_latency_s: between two GPUs. sync_s: a collective's cost besides transfer and launch.
-    pack_passes: rearranging for Ulysses in a layer reads or writes a rank's activations so many times.
+    link_bytes_per_s, link_latency_s: between two GPUs. sync_s: a collective's cost besides transfer and launch, between
+    GPUs that write into each other's memory.
     launch_s: the host launches one layer's kernels of one pass. collective_launch_s: and one collective between its
     ranks, with the rearranging around it. graph_launch_s: the host launches such a collective and a CUDA graph of the
     kernels around it. stage_step_s: one engine step's way through one process of several (message in, schedule, message
@@ -39,7 +39,6 @@ class Card:
     link_bytes_per_s: float
     link_latency_s: float
     sync_s: float
-    pack_passes: float
     launch_s: float
     collective_launch_s: float
     graph_launch_s: float
@@ -68,25 +67,24 @@ class Card:
 SOURCES = {
     "gemm_tflops": "measured at width 5120: 758 to 777; at 1536 fitted to the steps of the 1.3B rows",
     "attention_tflops": "measured, with cross-attention: 594 (1.3B), 631 and 652 (LingBot World), 664 (its 1.3B)",
-    "elementwise_bytes_per_s": "assumed: 4.0 TB/s of the card's 4.8",
+    "elementwise_bytes_per_s": "assumed: 4.0 TB/s of the card's 4.8; H100: by the ratio of one kernel's times",
     "elementwise_passes": "measured: 13 ms of a LingBot step of 334 ms, 3 of a 1.3B step of 43 ms",
     "layer_gaps_s": "measured: steps less their kernels, 0.05 (Waypoint) to 0.09 ms (1.3B)",
-    "vae_tflops": "measured: a chunk's decode, 93 to 97 ms for 40.65 TFLOP",
+    "vae_tflops": "measured: a chunk's decode, 59 ms (H100: 64) for 40.65 TFLOP, half of them left out by Winograd",
     "video_encode_tflops": "measured: one latent frame's video, 50.1 ms for 8.05 TFLOP",
-    "link_bytes_per_s": "measured: 9.8 ms of a LingBot pass over 4 GPUs are all-to-alls, less `sync_s`",
+    "link_bytes_per_s": "fitted to the steps of the 1.3B over 2 and 4 GPUs: 63 us of a layer are exchanges",
     "link_latency_s": "measured: ring send of 0.6 MB in 0.07 ms, less its transfer",
-    "sync_s": "fitted to the steps of the Ulysses rows",
-    "pack_passes": "fitted to the steps of the Ulysses rows; measured: 35, 4 ms of a LingBot pass over 4 GPUs",
+    "sync_s": "measured: ranks meet in 5 us",
     "launch_s": "of the host; measured without graphs: 34 to 81 ms for 30 layers",
     "collective_launch_s": "of the host; fitted to rows of ranks that shared layers without graphs",
     "graph_launch_s": "of the host; assumed: the 1.3B row over 4 GPUs does not wait for it",
     "stage_step_s": "of the host; fitted to the rows of several processes, 3 to 9 ms",
     "text_encoder_cpu_s": "of the host; measured: first chunks of the LingBot rows, 835 to 1480 ms",
-    "request_s": "measured: chunk interval less steps and decode, 1 to 6 ms",
-    "first_frame_s": "measured: time to first frame less the first chunk's total, 12 to 37 ms",
-    "decode_launch_s": "of the host; fitted to `matched4_pp3_vae_stage` and `matched2_temporal2_ulysses2`",
+    "request_s": "measured: chunk interval less steps and decode, 1 to 3 ms",
+    "first_frame_s": "measured: time to first frame less the first chunk's total, 11 to 14 ms",
+    "decode_launch_s": "of the host; assumed: CUDA graphs, and the copy of the frames",
     "memory_bytes": "the driver's",
-    "workspace_bytes": "measured: peak less what was allocated after it, 3.9 to 4.5 GB on one GPU",
+    "workspace_bytes": "measured: peak less the bytes held after it, 3.9 to 4.5 GB on one GPU",
 }
 """Where each number comes from; printed on the docs page."""
 
@@ -97,22 +95,23 @@ H200 = Card(
     elementwise_bytes_per_s=4.0e12,
     elementwise_passes=27.0,
     layer_gaps_s=0.06e-3,
-    vae_tflops=430.0,
+    vae_tflops=690.0,
     video_encode_tflops=161.0,
     link_bytes_per_s=220e9,
     link_latency_s=70e-6,
-    sync_s=0.02e-3,
-    pack_passes=20.0,
+    sync_s=0.005e-3,
     launch_s=1.4e-3,
     collective_launch_s=0.6e-3,
     graph_launch_s=0.05e-3,
     stage_step_s=5e-3,
     text_encoder_cpu_s=1.1,
-    request_s=0.003,
-    first_frame_s=0.025,
-    decode_launch_s=0.075,
+    request_s=0.002,
+    first_frame_s=0.01,
+    decode_launch_s=0.005,
     memory_bytes=150.1e9,
     workspace_bytes=4.0e9,
 )
 
-CARDS = {"H200": H200}
+H100 = replace(H200, name="H100", elementwise_bytes_per_s=3.2e12, vae_tflops=640.0, memory_bytes=85.0e9)
+
+CARDS = {card.name: card for card in (H200, H100)}

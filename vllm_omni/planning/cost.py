@@ -86,7 +86,7 @@ def camera_ms(model: StreamModel, card: Card) -> float:
 
 
 def exchange_ms(model: StreamModel, card: Card, split: Split) -> float:
-    """Time that `split.ranks` ranks add to one pass: all-to-alls (Ulysses) or all-reduces (TP), packing, waiting."""
+    """Time that `split.ranks` ranks add to one pass: all-to-alls (Ulysses) or all-reduces (TP), waiting."""
     u = split.ranks
     if u == 1:
         return 0.0
@@ -94,11 +94,9 @@ def exchange_ms(model: StreamModel, card: Card, split: Split) -> float:
     numbers = q * model.dim
     if split.tensor:  # three all-reduces a block, each twice over the link, and two of normalisation sums
         transfer_s = 3 * 2 * numbers * BF16 * (u - 1) / u / card.link_bytes_per_s
-        pack_s = 0.0
     else:  # q, k, v to heads, the result back, as they are kept; each rank has 1/u of the tokens
         transfer_s = 4 * numbers * model.kv_itemsize / u * (u - 1) / u / card.link_bytes_per_s
-        pack_s = card.pack_passes * numbers * BF16 / u / card.elementwise_bytes_per_s
-    return 1e3 * model.layers * (transfer_s + pack_s + _collectives(split) * card.sync_s)
+    return 1e3 * model.layers * (transfer_s + _collectives(split) * card.sync_s)
 
 
 def _rank_pass_ms(model: StreamModel, card: Card, split: Split, window: int) -> float:
@@ -300,7 +298,9 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     device = max(steps / split.layer_stages + decode_beside + request, decode)
     per_chunk = max(device, host, latency / (sessions * model.in_flight))
     # Sessions that begin together are set up one after the other, before the first of their steps, and share stages.
-    first_steps = (model.denoise + model.image_passes) * max(pass_latency_ms(model, card, split, model.first_chunk))
+    # Chunks in flight behind the first take their turns between its passes, where a stage has several.
+    passes = model.denoise + model.image_passes + (model.in_flight - 1) / split.layer_stages
+    first_steps = passes * max(pass_latency_ms(model, card, split, model.first_chunk))
     first_steps += launch_ms(model, card, split) if model.growing_graphs else 0.0
     setup = setup_ms(model, card) + encode_ms(model, card, model.first_chunk, first=True) + 1e3 * card.request_s
     shared = max(1.0, sessions / split.layer_stages)

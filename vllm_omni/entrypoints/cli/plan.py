@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
         help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, matrix_game, a causal Wan's or a "
         "Waypoint's download name, a checkpoint directory, or `all`: which sizes fit which card in which precision",
     )
-    parser.add_argument("--gpu", default="H200", help="kind of GPU; only H200 is measured (default: H200)")
+    parser.add_argument("--gpu", default="H200", help="kind of GPU: H200 or H100 (default: H200)")
     parser.add_argument("--n", type=int, default=1, help="GPUs to use at most (default: 1)")
     parser.add_argument("--sessions", type=int, default=1, help="live sessions at once (default: 1)")
     parser.add_argument("--height", type=int, help="pixels (default: the model's)")
