@@ -137,9 +137,10 @@ def store_keys_values(
     keys = rms_rope(k, squares, weight, cos_TC, sin_TC, dim, eps)
     values = v.unflatten(-1, keys.shape[-2:])
     if scales_2N is not None:
-        narrow((keys, values), scales_2N, stored_2TNH)
+        torch.compiler.disable(narrow)((keys, values), scales_2N, stored_2TNH)  # its code for a CPU has no e4m3
     else:
-        stored_2TNH.copy_(torch.stack((keys, values)))
+        for target_TNH, x_TNH in zip(stored_2TNH, (keys, values), strict=True):
+            target_TNH.copy_(x_TNH)
 
 
 def _scaled(x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:

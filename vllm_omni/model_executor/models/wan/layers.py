@@ -82,17 +82,14 @@ class SelfAttention(nn.Module):
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         squares_q, squares_k = _squares_of_all_ranks(self.chains, self.parallel, q, k)
-        places = exchange.places(rows, layer) if k.is_cuda else None  # compiled chains make new tensors
-        if places is not None:
-            self._store(places, k, squares_k, v, rope)
-            if write_only:
-                return None
         q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
-        if places is not None:
-            return self.o(exchange.attend_to_written(rows, layer, q).flatten(-2))
-        k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
-        v = v.unflatten(-1, k.shape[-2:])
-        attended = exchange.attend(rows, layer, q, k, v, write_only)
+        places = exchange.places(rows, layer)
+        if places is None:
+            k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
+            attended = exchange.attend(rows, layer, q, k, v.unflatten(-1, k.shape[-2:]), write_only)
+        else:
+            self._store(places, k, squares_k, v, rope)
+            attended = None if write_only else exchange.attend_to_written(rows, layer, q)
         return None if attended is None else self.o(attended.flatten(-2))
 
     def _store(
