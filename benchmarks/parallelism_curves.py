@@ -54,7 +54,10 @@ class MeasuredRow:
 _WHY = {
     # (model, row of benchmarks/pipeline_parallel.py, or else name of the result file) -> (split, why it is so fast).
     # Figures of it are fields of `_Figures`: of this row and of the model's others by name.
-    ("LingBot World", "lingbot_world_bf16_winograd"): ("1 GPU", "the device is busy all the time: five passes, then the decode"),
+    ("LingBot World", "lingbot_world_bf16_winograd"): (
+        "1 GPU",
+        "the device is busy all the time: five passes, then the decode",
+    ),
     ("LingBot World", "ulysses"): ("Ulysses 2", "passes are {this.faster:.2f} times faster, the decode is not"),
     ("LingBot World", "ulysses_vae_parallel"): (
         "Ulysses 2, parallel decode",
