@@ -48,14 +48,13 @@ def random_model(name: str, folder: Path) -> Path:
 
 async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     size = {"height": args.height, "width": args.width}
-    load_format = {"load_format": "dummy"} if args.random else {}
     async with running_engine(
         model,
         {**size, "model": json.loads(args.model_options), **json.loads(args.omni_options)},
         enforce_eager=args.eager,
+        load_format="dummy" if args.random else "auto",
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
-        **load_format,
     ) as engine:
 
         async def make(threshold: float | None, output: str) -> tuple[dict[str, Any], Any, float]:

@@ -163,12 +163,12 @@ def test_a_shared_decode_takes_its_part_of_the_time_and_the_memory() -> None:
     """Of time a little less than its part: rows are exchanged before each convolution."""
     model = model_of("lingbot_world", cuda_graphs=True)
     alone, together = predict(model, H200, Split(4)), predict(model, H200, Split(4, vae_parallel=True))
-    assert 0.25 * alone.decode_ms < together.decode_ms < 0.38 * alone.decode_ms
+    assert 0 < together.decode_ms - alone.decode_ms / 4 < 7.6
     assert together.chunk_ms == pytest.approx(alone.chunk_ms - alone.decode_ms + together.decode_ms, rel=0.02)
     assert together.first_frame_ms <= alone.first_frame_ms, "it may leave with the next step, whichever decode ended"
     assert alone.session_bytes - together.session_bytes == pytest.approx(0.75 * 1801 * 2**20)
     beside = [predict(model, H200, Split(2, 2, vae_stage=True, vae_parallel=each)) for each in (False, True)]
-    assert beside[1].decode_ms < 0.63 * beside[0].decode_ms and beside[1].max_sessions >= beside[0].max_sessions
+    assert 0 < beside[1].decode_ms - beside[0].decode_ms / 2 < 7.6 and beside[1].max_sessions >= beside[0].max_sessions
     assert all(split.vae_parallel == (split.ranks > 1) for split in splits(model, 8))
 
 

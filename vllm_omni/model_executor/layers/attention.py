@@ -62,7 +62,7 @@ def attention(
             cu_seqlens_k=_cu_seqlens(keys, q_TNH.device),
             causal=causal,
         )
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
+    q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
     mask = causal_lower_right(q.shape[2], k.shape[2]) if causal else None
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
@@ -76,10 +76,15 @@ def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
     cuDNN off in torch's own choice of kernels; it is called by name here.
     """
     if _is_half(q_TNH) and _flash_attention(3) and torch.backends.cudnn.is_available():
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
+        q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
         out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0]
         return out.squeeze(0).transpose(0, 1)
     return attention(q_TNH, k_SNH, v_SNH)
+
+
+def _batch_of_one(*tensors_TNH: torch.Tensor) -> list[torch.Tensor]:
+    """[1, N, T, H] of each, views: the order of torch's kernels."""
+    return [x_TNH.transpose(0, 1).unsqueeze(0) for x_TNH in tensors_TNH]
 
 
 def _is_half(q_TNH: torch.Tensor) -> bool:
@@ -103,7 +108,7 @@ def _attention_to_first(
             max_seqlen_k=k_SNH.shape[0],
             cu_seqlens_k=key_range,
         )
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
+    q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
     seen_S = torch.arange(k_SNH.shape[0], device=q.device) < key_range[1]
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen_S, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)

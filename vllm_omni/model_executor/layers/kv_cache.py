@@ -138,12 +138,12 @@ class KVWindow:
 
     def place(self, layer: int, frames: range) -> KVPlace | None:
         """Return where `write` would put a chunk's keys and values, if that is one piece and all that it would do."""
-        runs, scales = self._runs(frames), self.format.scales()
+        runs, scales = self._runs(frames), self.format.layer_scales(layer)
         if len(runs) > 1 or (frames.start == 0 and scales is not None):
             return None
         ((_, slot, count),) = runs
         tokens = slice(slot * self.tokens_per_frame, (slot + count) * self.tokens_per_frame)
-        return KVPlace(self.buffer[layer, :, tokens], None if scales is None else scales[layer])
+        return KVPlace(self.buffer[layer, :, tokens], scales)
 
     def rounded_ahead(self, frames: range) -> Self | None:
         """Return this window if keys and values of chunk `frames` may be rounded before they come, else None.

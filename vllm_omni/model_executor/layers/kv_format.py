@@ -22,6 +22,8 @@ from vllm_omni.model_executor.layers.fp8_attention import fp8_attention, fp8_pro
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, plain_narrow, widen
 from vllm_omni.model_executor.layers.rows import in_words
 
+_narrow = torch.compiler.disable(narrow)
+"""Left out of compiled code, which has no e4m3 on a CPU."""
 _HEADROOM = 16.0
 _TINIEST = 2.0**-10
 """Of a head whose values are all zero."""
@@ -37,6 +39,15 @@ class KVPlace:
 
     stored_2TNH: torch.Tensor
     scales_2N: torch.Tensor | None
+
+
+def store(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor | None, target_KTNH: torch.Tensor) -> None:
+    """Write one or two tensors [T, N, H] where a window keeps them. scales_KN: as of `KVPlace`."""
+    if scales_KN is not None:
+        _narrow(parts, scales_KN, target_KTNH)
+        return
+    for target_TNH, x_TNH in zip(target_KTNH, parts, strict=True):
+        in_words(target_TNH).copy_(in_words(x_TNH.to(target_TNH.dtype)))
 
 
 class KVFormat:
@@ -55,8 +66,7 @@ class KVFormat:
 
     def store(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
         """Write keys and values into a part of the buffer."""
-        for target_TNH, x_TNH in zip(target_2TNH, (k_TNH, v_TNH), strict=True):
-            in_words(target_TNH).copy_(in_words(x_TNH.to(self.storage)))
+        store((k_TNH, v_TNH), self.layer_scales(layer), target_2TNH)
 
     def keep(self, rounded_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
         """Write keys and values that are as the buffer holds them into a part of it."""
@@ -103,6 +113,11 @@ class KVFormat:
         """[L, 2, N] fp32 by which the buffer's numbers are to be multiplied; None = 1."""
         return None
 
+    def layer_scales(self, layer: int) -> torch.Tensor | None:
+        """[2, N] of `scales`."""
+        scales = self.scales()
+        return None if scales is None else scales[layer]
+
     def take_scales(self, other: Self) -> None:
         """Use another window's scales: its buffer is copied into this one's."""
 
@@ -142,9 +157,6 @@ class ScaledFP8(KVFormat):
         for kind, x_TNH in enumerate((k_TNH, v_TNH)):
             largest_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(_TINIEST)
             self._scales_L2N[layer, kind] = torch.exp2(torch.ceil(torch.log2(largest_N * (_HEADROOM / LARGEST))))
-
-    def store(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
-        narrow((k_TNH, v_TNH), self._scales_L2N[layer], target_2TNH)
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
         return plain_narrow(x_TNH, self._scales_L2N[layer, kind])

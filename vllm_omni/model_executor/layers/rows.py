@@ -15,5 +15,10 @@ def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_words(x: torch.Tensor) -> torch.Tensor:
-    """A view of `x` in numbers of eight bytes where its last dimension allows: strided copies of shorter are slow."""
-    return x if x.shape[-1] * x.itemsize % torch.int64.itemsize else x.view(torch.int64)
+    """A view of `x` in numbers of eight bytes where its last dimension allows: strided copies of shorter are slow.
+
+    `x` itself in compiled code, whose loops read as wide as they can.
+    """
+    if torch.compiler.is_compiling() or x.shape[-1] * x.itemsize % torch.int64.itemsize:
+        return x
+    return x.view(torch.int64)

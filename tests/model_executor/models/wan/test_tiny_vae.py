@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_omni.model_executor.models.wan.taehv import MemoryBlock
+from vllm_omni.model_executor.models.wan.taehv import Grow, MemoryBlock
 from vllm_omni.model_executor.models.wan.tiny_vae import CHANNELS, TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.testing.tiny.wan import write_tiny_vae
 
@@ -50,6 +50,17 @@ def test_a_stream_cut_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut: l
     streamed = torch.cat(parts, dim=2)
     assert streamed.shape == (1, 3, 25, 32, 48) and streamed.std() > 0.05
     torch.testing.assert_close(streamed, whole(vae, latents), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("channels", "factor"), [(8, 1), (8, 2), (3, 2)])
+def test_frames_grow_as_if_enlarged_first(channels: int, factor: int, layout: torch.memory_format) -> None:
+    """As the original does; three fp32 channels do not fill words of eight bytes."""
+    grow = Grow(channels, factor)
+    x = torch.randn(3, channels, 4, 6).contiguous(memory_format=layout)
+    enlarged = torch.nn.functional.interpolate(x, scale_factor=2)
+    wanted = grow.conv(enlarged).unflatten(1, (-1, channels)).flatten(0, 1)
+    torch.testing.assert_close(grow(x), wanted, atol=1e-6, rtol=0)
 
 
 def test_a_cache_is_a_value(vae: TinyVAEDecoder) -> None:

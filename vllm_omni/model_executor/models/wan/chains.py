@@ -18,7 +18,7 @@ from torch.nn import functional
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers import chains
-from vllm_omni.model_executor.layers.fp8_kernels import narrow
+from vllm_omni.model_executor.layers.kv_format import store
 from vllm_omni.model_executor.layers.rope import apply_rope
 from vllm_omni.model_executor.layers.rounded_input import Input, round_tokens
 
@@ -136,11 +136,7 @@ def store_keys_values(
     """Write `rms_rope` of keys [T, D], and values [T, D], to where a window keeps them (`KVPlace`)."""
     keys = rms_rope(k, squares, weight, cos_TC, sin_TC, dim, eps)
     values = v.unflatten(-1, keys.shape[-2:])
-    if scales_2N is not None:
-        torch.compiler.disable(narrow)((keys, values), scales_2N, stored_2TNH)  # its code for a CPU has no e4m3
-    else:
-        for target_TNH, x_TNH in zip(stored_2TNH, (keys, values), strict=True):
-            target_TNH.copy_(x_TNH)
+    store((keys, values), scales_2N, stored_2TNH)
 
 
 def _scaled(x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.rows import in_words
-from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.models.wan.vae import VAECache, lay_channels_last
 from vllm_omni.model_executor.tensor_files import open_tensors
 
 FRAMES_PER_LATENT: Final = 4
@@ -112,13 +112,6 @@ def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequ
     return nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(widths[-1], pixels, 3, padding=1))
 
 
-def lay_channels_last(network: nn.Module) -> None:
-    """Lay the weights out as its convolutions' kernels are fastest; what they compute is laid out like them."""
-    for weight in network.parameters():
-        if weight.dim() == 4:
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-
-
 def run_stream(layers: nn.Sequential, x_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
     """Run the next frames of a stream through a chain; `cache` None starts one. Returns (result, the next cache)."""
     past = None if cache is None else iter(cache.features)
@@ -157,7 +150,7 @@ class TAEHV(nn.Module):
         self.decoder_widths, self.patch, self.dtype = tuple(decoder_widths), patch, dtype
         self.encoder = encoder(3 * patch**2, encoder_width, channels).to(dtype)
         self.decoder = decoder(channels, decoder_widths, 3 * patch**2).to(dtype)
-        lay_channels_last(self)
+        lay_channels_last(self)  # its kernels are fastest so, on every device
         self.requires_grad_(False)
         self.eval()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_omni.model_executor.models.wan import taehv
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE, WanComponents
-from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
+from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache, lay_channels_last
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
@@ -33,7 +33,7 @@ class TinyVAEDecoder(nn.Module):
         self.decoder = taehv.decoder(_LATENT_CHANNELS, channels, 3).to(dtype)
         self.dtype = dtype
         self.requires_grad_(False)
-        taehv.lay_channels_last(self)
+        lay_channels_last(self)
         self.eval()
 
     @torch.no_grad()

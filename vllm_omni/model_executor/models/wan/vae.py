@@ -34,7 +34,7 @@ from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fuse
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
 from vllm_omni.outputs import empty_result
-from vllm_omni.saved_tensors import SavedTensors
+from vllm_omni.saved_tensors import CHANNELS_LAST, SavedTensors
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -173,7 +173,8 @@ class StreamingWanVAE(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
         self.requires_grad_(False)
         self.eval()
-        _channels_last_on_cuda(self)
+        if any(weight.is_cuda for weight in self.parameters()):
+            lay_channels_last(self)
         use_cpu_layers(self)
         self._encode_latent: LatentNetwork | None = None
         self._fused_encoder = fuse_encoder(self.encoder) if encoder else None
@@ -386,12 +387,11 @@ def _keeps_frames(module: nn.Module) -> bool:
     return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
 
 
-def _channels_last_on_cuda(module: nn.Module) -> None:
-    """Lay convolution weights on a CUDA device out channels-last; activations and caches follow the weights."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+def lay_channels_last(module: nn.Module) -> None:
+    """Lay the weights of convolutions out channels-last; activations and caches follow the weights."""
     for parameter in module.parameters():
-        if parameter.is_cuda and parameter.dim() in formats:
-            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
+        if parameter.dim() in CHANNELS_LAST:
+            parameter.data = parameter.data.contiguous(memory_format=CHANNELS_LAST[parameter.dim()])
 
 
 def _compiled(network: Network) -> Network:
