@@ -10,6 +10,7 @@ this package (`aspect_ratio`, `prompt_suffix`, `lora`).
 """
 
 import argparse
+import atexit
 import json
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def main(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         additional_config={"omni": {"model": args.model_options}},
     )
+    atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
     (output,) = llm.encode(engine_prompt(), params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False)
     try:
         meta, results = unpack(output.outputs.data)

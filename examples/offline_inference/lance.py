@@ -12,6 +12,7 @@ PNG, videos as MP4; an answer is printed piece by piece as it is decoded.
 """
 
 import argparse
+import atexit
 import json
 import os
 from pathlib import Path
@@ -74,6 +75,7 @@ def main(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tensor_parallel_size,
         additional_config={"omni": {"model": args.model_options}},
     )
+    atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
     options: dict[str, Any] = {"task": task}
     if args.resolution:
         options["resolution"] = args.resolution

@@ -15,6 +15,7 @@ frames, uint8 [T, H, W, 3]. With `--latents` it is the model's latents instead, 
 """
 
 import argparse
+import atexit
 import io
 import json
 import os
@@ -74,6 +75,7 @@ def main(args: argparse.Namespace) -> None:
         enforce_eager=args.enforce_eager,
         additional_config={"omni": omni},
     )
+    atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
     facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     controls = walk(facts, keys) if keys else path(facts, args.camera, args.chunks)
 

@@ -13,6 +13,7 @@ vLLM's `LLM` class, one request a chunk. Three latent frames a chunk: 9 video fr
 """
 
 import argparse
+import atexit
 import json
 import os
 import time
@@ -71,6 +72,7 @@ def main(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tensor_parallel_size,
         additional_config={"omni": {"height": args.height, "width": args.width, "model": args.model_options}},
     )
+    atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
     facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     prompts = PromptSchedule(args.switch, facts.fps)
     image = None if args.image is None else torch.from_numpy(np.asarray(Image.open(args.image).convert("RGB")).copy())

@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline example makes pictures and videos of pipeline directories, as its own command line."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.waits import seconds
+from helpers.example_scripts import run_example
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.model_executor.models.registry import get_family
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "diffusers_pipeline.py"
-
-
-def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
+SCRIPT = "diffusers_pipeline.py"
 
 
 def tiny(tmp_path: Path, layout: str) -> Path:
@@ -33,8 +26,7 @@ def test_text_becomes_pictures(tmp_path: Path) -> None:
     """Two numbered files of the asked size."""
     out = tmp_path / "fox.png"
     arguments = ("--size", "64x32", "--steps", 2, "--num-images", 2, "--seed", 3, "--option", "prompt_suffix=auto")
-    result = run(tiny(tmp_path, "qwen_image"), "--out", out, *arguments)
-    assert result.returncode == 0, result.stderr[-2000:]
+    result = run_example(SCRIPT, tiny(tmp_path, "qwen_image"), "--out", out, *arguments)
     assert "seed 3" in result.stdout
     for number in range(2):
         picture = np.array(Image.open(tmp_path / f"fox-{number}.png"))
@@ -45,14 +37,12 @@ def test_text_becomes_pictures(tmp_path: Path) -> None:
 def test_text_becomes_a_video(tmp_path: Path) -> None:
     """Nine frames in an MP4."""
     out = tmp_path / "fox.mp4"
-    result = run(tiny(tmp_path, "wan"), "--out", out, "--size", "64x32", "--steps", 2, "--num-frames", 9)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_example(SCRIPT, tiny(tmp_path, "wan"), "--out", out, "--size", "64x32", "--steps", 2, "--num-frames", 9)
     assert decode_mp4(out.read_bytes())[0].shape == (9, 32, 64, 3)
 
 
 @pytest.mark.nightly
 def test_a_refused_request_ends_with_its_reason(tmp_path: Path) -> None:
     """One line, no traceback."""
-    result = run(tiny(tmp_path, "sd3"), "--out", tmp_path / "x.png", "--size", "60x32")
-    assert result.returncode != 0
+    result = run_example(SCRIPT, tiny(tmp_path, "sd3"), "--out", tmp_path / "x.png", "--size", "60x32", status=1)
     assert "unsupported_size: 60x32: width and height must be multiples of 16" in result.stderr

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline example of hidden states, as its own command line."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.waits import seconds
+from helpers.example_scripts import run_example
 
 from vllm_omni.hidden_states import from_safetensors
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "hidden_states.py"
 
 
 @pytest.mark.nightly
 def test_it_prints_text_and_writes_rows(tmp_path: Path) -> None:
     """Without a model it makes one; two prompts, two layers."""
     out = tmp_path / "states.safetensors"
-    command = [sys.executable, str(SCRIPT), "--rows", "generated", "--layers", "2", "-1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(400), check=True)
+    done = run_example("hidden_states.py", "--rows", "generated", "--layers", 2, -1, "--out", out)
     states = from_safetensors(out.read_bytes())
     assert set(states) == {2, -1} and states[2].shape == (states.num_rows, 64)
     assert done.stdout.count("layer 2:") == 2 and "'The sea is' ->" in done.stdout

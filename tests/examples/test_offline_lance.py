@@ -2,25 +2,21 @@
 """The offline Lance example as its own command line, and what it writes."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from helpers.waits import seconds
+from helpers.example_scripts import EXAMPLES, run_example
 from PIL import Image
 
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.registry import get_family
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "lance.py"
-
 
 def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("offline_lance", SCRIPT)
+    spec = importlib.util.spec_from_file_location("offline_lance", EXAMPLES / "lance.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,15 +46,13 @@ def test_a_clip_is_read_as_frames(tmp_path: Path) -> None:
 def test_a_picture_is_drawn_and_read(tmp_path: Path) -> None:
     """Two runs of the script on the tiny checkpoint, as a user types them."""
     get_family("lance").make_tiny(tmp_path / "model", 0, "image")
-    common = ["--model-options", '{"max_image_pixels": 16384}']
+    picture = tmp_path / "cat.png"
 
-    def run(*arguments: str) -> str:
-        command = [sys.executable, str(SCRIPT), str(tmp_path / "model"), *arguments, *common]
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=seconds(600)
-        ).stdout
+    def run(task: str, *arguments: object) -> str:
+        options = ("--model-options", '{"max_image_pixels": 16384}')
+        return run_example("lance.py", tmp_path / "model", task, *arguments, *options).stdout
 
-    run("text-to-image", "--prompt", "a cat", "--height", "64", "--width", "96", "--steps", "2", "--out", "cat.png")
-    assert np.asarray(Image.open(tmp_path / "cat.png")).shape == (64, 96, 3)
-    answer = run("image-understanding", "--image", "cat.png", "--max-tokens", "20", "--resolution", "image_256res")
+    run("text-to-image", "--prompt", "a cat", "--height", 64, "--width", 96, "--steps", 2, "--out", picture)
+    assert np.asarray(Image.open(picture)).shape == (64, 96, 3)
+    answer = run("image-understanding", "--image", picture, "--max-tokens", 20, "--resolution", "image_256res")
     assert "tokens, ended by" in answer

@@ -2,20 +2,18 @@
 """The offline example turns an image and a camera folder into a video, as its own command line."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-from helpers.waits import seconds
+from helpers.example_scripts import EXAMPLES, run_example
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "lingbot_world.py"
+SCRIPT = "lingbot_world.py"
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def camera(tmp_path: Path) -> Path:
 
 
 def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("offline_lingbot_world", SCRIPT)
+    spec = importlib.util.spec_from_file_location("offline_lingbot_world", EXAMPLES / SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,22 +40,16 @@ def load_example() -> ModuleType:
 EXAMPLE = load_example()
 
 
-def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
-
-
 @pytest.mark.engine
 def test_image_and_camera_folder_become_a_video(lingbot_world: Path, camera: Path, tmp_path: Path) -> None:
     """Two chunks, 9 and 12 frames, at the asked size, moving."""
     picture = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(picture)
     out = tmp_path / "walk.mp4"
-    result = run(
-        *(lingbot_world, "--image", picture, "--camera", camera, "--out", out),
+    run_example(
+        *(SCRIPT, lingbot_world, "--image", picture, "--camera", camera, "--out", out),
         *("--height", 32, "--width", 48),
     )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     frames_THWC, _ = decode_mp4(out.read_bytes())
     assert frames_THWC.shape == (21, 32, 48, 3)
     assert not (frames_THWC == frames_THWC[0]).all()
@@ -114,8 +106,7 @@ def test_a_file_that_could_not_be_written_is_refused_at_once(
 def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
     """Two chunks of three latent frames, at an eighth of the size."""
     out = tmp_path / "latents.npy"
-    result = run(lingbot_world, "--chunks", 2, "--out", out, "--latents", "--height", 32, "--width", 48)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    run_example(SCRIPT, lingbot_world, "--chunks", 2, "--out", out, "--latents", "--height", 32, "--width", 48)
     latents = np.load(out)
     assert (latents.shape, latents.dtype) == ((16, 6, 4, 6), np.float32)
     assert np.isfinite(latents).all()
@@ -132,8 +123,9 @@ def test_keys_become_chunks_and_the_last_is_held() -> None:
 @pytest.mark.nightly
 def test_keys_become_a_video(lingbot_world: Path, tmp_path: Path) -> None:
     out = tmp_path / "keys.npy"
-    result = run(lingbot_world, "--keys", "w*3 wl*3", "--out", out, "--height", 32, "--width", 48, "--enforce-eager")
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    run_example(
+        SCRIPT, lingbot_world, "--keys", "w*3 wl*3", "--out", out, "--height", 32, "--width", 48, "--enforce-eager"
+    )
     assert np.load(out).shape == (21, 32, 48, 3)
 
 

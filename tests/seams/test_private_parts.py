@@ -17,7 +17,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.v1.engine.core_client import SyncMPClient
 
+from vllm_omni.entrypoints.output_threads import OUTPUT_THREAD
 from vllm_omni.model_executor.layers.int8_weights import _DONE, Int8WeightMethod
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -92,3 +94,9 @@ def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: Vl
     assert torch.equal(layer.weight, rounded) and torch.equal(layer.weight_scale, scale * 4), (
         f"a reload left the old weights: vLLM no longer removes {_DONE}; {USER}"
     )
+
+
+def test_vllms_thread_that_receives_results_has_its_name() -> None:
+    user = "vllm_omni.entrypoints.output_threads waits for it by that name"
+    constants = SyncMPClient.__init__.__wrapped__.__code__.co_consts  # type: ignore[attr-defined]
+    assert OUTPUT_THREAD in constants, f"SyncMPClient names its thread otherwise; {user}"

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script that leaves its `LLM` to the interpreter's exit ends well: the thread that receives results ends first."""
+
+import subprocess
+import sys
+
+from helpers.waits import seconds
+
+SCRIPT = """
+import threading, time, weakref
+import vllm_omni
+
+vllm_omni.register()
+told = threading.Event()
+
+def receive():
+    told.wait()
+    time.sleep(0.3)  # while it frees the last result, in vLLM's
+    print("ended", flush=True)
+
+class Client:
+    pass
+
+client = Client()
+weakref.finalize(client, told.set)
+client.itself = client  # freed by nobody but the interpreter's exit, as vLLM's
+threading.Thread(target=receive, name="EngineCoreOutputQueueThread", daemon=True).start()
+"""
+
+
+def test_the_interpreter_waits_for_the_thread_that_receives_results() -> None:
+    """A thread named as vLLM's, told to end by a finalizer, as vLLM's is."""
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=seconds(120), check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.endswith("ended\n")
