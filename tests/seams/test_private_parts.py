@@ -3,6 +3,7 @@
 uses it.
 """
 
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -98,5 +99,5 @@ def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: Vl
 
 def test_vllms_thread_that_receives_results_has_its_name() -> None:
     user = "vllm_omni.entrypoints.output_threads waits for it by that name"
-    constants = SyncMPClient.__init__.__wrapped__.__code__.co_consts  # type: ignore[attr-defined]
+    constants = inspect.unwrap(SyncMPClient.__init__).__code__.co_consts
     assert OUTPUT_THREAD in constants, f"SyncMPClient names its thread otherwise; {user}"
