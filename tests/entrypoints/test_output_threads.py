@@ -21,9 +21,8 @@ def receive():
 class Client:
     pass
 
-client = Client()
+client = Client()  # freed by nobody but the interpreter's exit
 weakref.finalize(client, told.set)
-client.itself = client  # freed by nobody but the interpreter's exit, as vLLM's
 threading.Thread(target=receive, name="EngineCoreOutputQueueThread", daemon=True).start()
 """
 

@@ -1,42 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline Lance example as its own command line, and what it writes."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from helpers.example_scripts import EXAMPLES, run_example
+from helpers.example_scripts import load_example, run_example
 from PIL import Image
 
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.registry import get_family
 
-
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("offline_lance", EXAMPLES / "lance.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = "lance.py"
 
 
 def test_every_task_has_a_name() -> None:
-    assert set(load_example().TASKS.values()) == set(TASKS)
+    assert set(load_example(SCRIPT).TASKS.values()) == set(TASKS)
 
 
 def test_several_pictures_get_numbered_files(tmp_path: Path) -> None:
     pictures = torch.zeros(2, 16, 16, 3, dtype=torch.uint8)
-    paths = load_example().write(tmp_path / "cat.png", {}, {"images": pictures})
+    paths = load_example(SCRIPT).write(tmp_path / "cat.png", {}, {"images": pictures})
     assert [path.name for path in paths] == ["cat-0.png", "cat-1.png"]
     assert all(Image.open(path).size == (16, 16) for path in paths)
 
 
 def test_a_clip_is_read_as_frames(tmp_path: Path) -> None:
-    example = load_example()
+    example = load_example(SCRIPT)
     (path,) = example.write(tmp_path / "a.mp4", {"fps": 12}, {"frames": torch.zeros(5, 16, 32, 3, dtype=torch.uint8)})
     args = example.make_parser().parse_args(["model", "video-understanding", "--video", str(path)])
     assert example.read_inputs(args)["video"].shape == (5, 16, 32, 3)
@@ -50,7 +41,7 @@ def test_a_picture_is_drawn_and_read(tmp_path: Path) -> None:
 
     def run(task: str, *arguments: object) -> str:
         options = ("--model-options", '{"max_image_pixels": 16384}')
-        return run_example("lance.py", tmp_path / "model", task, *arguments, *options).stdout
+        return run_example(SCRIPT, tmp_path / "model", task, *arguments, *options).stdout
 
     run("text-to-image", "--prompt", "a cat", "--height", 64, "--width", 96, "--steps", 2, "--out", picture)
     assert np.asarray(Image.open(picture)).shape == (64, 96, 3)

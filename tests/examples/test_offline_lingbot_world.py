@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline example turns an image and a camera folder into a video, as its own command line."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
-from helpers.example_scripts import EXAMPLES, run_example
+from helpers.example_scripts import load_example, run_example
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 
 SCRIPT = "lingbot_world.py"
+EXAMPLE = load_example(SCRIPT)
 
 
 @pytest.fixture
@@ -26,18 +25,6 @@ def camera(tmp_path: Path) -> Path:
     np.save(folder / "poses.npy", poses_N44)
     np.save(folder / "intrinsics.npy", np.tile(np.float32([660, 660, 416, 240]), (21, 1)))
     return folder
-
-
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("offline_lingbot_world", EXAMPLES / SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = load_example()
 
 
 @pytest.mark.engine
