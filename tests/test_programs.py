@@ -19,7 +19,7 @@ never_returns()
 
 
 def test_its_output_comes_back() -> None:
-    program = "import os, sys; print(os.environ['WORD']); print('seen too', file=sys.stderr)"
+    program = "import os, sys; print(os.environ['WORD'], flush=True); print('seen too', file=sys.stderr)"
     assert run_program([sys.executable, "-c", program], {"WORD": "seen"}, limit_s=60) == "seen\nseen too\n"
 
 

@@ -118,7 +118,8 @@ def test_nothing_is_left_of_the_server() -> None:
 def test_a_process_ends_as_its_program_does() -> None:
     """What xdist started is there for as long as the process that was forked for it."""
     with quick_workers.server([]) as address:
-        code = "import os, sys; sys.stdout.write('here'); sys.stderr.write('there'); sys.stdout.flush(); os._exit(3)"
+        write = "[(s.write(x), s.flush()) for s, x in ((sys.stdout, 'here'), (sys.stderr, 'there'))]"
+        code = f"import os, sys; {write}; os._exit(3)"
         done = subprocess.run(
             quick_workers.command("join", address),
             input=f"{code!r}\n",
