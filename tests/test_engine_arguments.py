@@ -5,7 +5,6 @@ Real starts, one for each class of refusal, are in tests/engine/test_engine_argu
 """
 
 import dataclasses
-import importlib.util
 import logging
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ import pytest
 import vllm
 from engine_argument_samples import ALONE, BY_VLLM, FOLDED, LATER, UNSEEN
 from engine_argument_samples import TOGETHER as IN_EVERY_VERSION
+from helpers.scripts import load_script
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.models import supports_lora
@@ -264,12 +264,7 @@ def test_an_argument_given_on_the_command_line_is_one_that_differs() -> None:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = REPO / "scripts" / "engine_arguments.py"
-    spec = importlib.util.spec_from_file_location("engine_arguments_script", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(REPO / "scripts" / "engine_arguments.py")
 
 
 def test_the_page_is_what_the_table_says(script: ModuleType) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which nightly shards a submission runs, from its own history alone."""
 
-import importlib.util
 import os
 import random
 import subprocess
@@ -9,18 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 
 REPO = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def turns() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nightly_turn", REPO / "scripts" / "nightly_turn.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(REPO / "scripts" / "nightly_turn.py")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`scripts/setup_env.py` decides what to install and when not to; pip itself is replaced here."""
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 from helpers.waits import seconds
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "setup_env.py"
@@ -17,12 +17,7 @@ MIRROR = "https://mirror.example/cpu"
 
 @pytest.fixture(scope="module")
 def setup_env() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_env", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 class FakePip:

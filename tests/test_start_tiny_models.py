@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`scripts/start_tiny_models.py` says whether a model ran, from what its process printed."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "start_tiny_models.py"
 LINE = '{"model": "world", "vllm": "9.9.9", "digest": "00"}'
@@ -15,11 +15,7 @@ LINE = '{"model": "world", "vllm": "9.9.9", "digest": "00"}'
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("start_tiny_models", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.mark.parametrize(

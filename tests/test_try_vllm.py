@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`scripts/try_vllm.py`: what is taken of a wheel, what is installed, what is run; nothing is downloaded here."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "try_vllm.py"
 LINUX = {"platform_machine": "x86_64", "platform_system": "Linux", "python_version": "3.11", "sys_platform": "linux"}
@@ -17,11 +17,7 @@ LINUX = {"platform_machine": "x86_64", "platform_system": "Linux", "python_versi
 
 @pytest.fixture(scope="module")
 def try_vllm() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("try_vllm", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_arguments(try_vllm: ModuleType) -> None:

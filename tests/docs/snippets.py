@@ -10,23 +10,21 @@ import argparse
 import ast
 import contextlib
 import importlib
-import importlib.util
 import io
 import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 from helpers.rank_processes import rank_context
+from helpers.scripts import load_script
 from helpers.waits import seconds
 
 REPO = Path(__file__).parents[2]
@@ -209,17 +207,6 @@ def _check_python(arguments: list[str]) -> None:
         raise DocsError(f"there is no script {arguments[:1]}")
     if "argparse" in path.read_text():
         _parse(load_script(path).make_parser(), arguments[1:])
-
-
-def load_script(path: Path) -> ModuleType:
-    """Import a script by its file; scripts keep their parser in `make_parser()`."""
-    spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _check_pip(arguments: list[str]) -> None:

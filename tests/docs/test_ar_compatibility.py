@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR compatibility table says what its tests said, and about the tests that exist."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.scripts import load_script
 
 REPO = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = REPO / "scripts" / "ar_compatibility.py"
-    spec = importlib.util.spec_from_file_location("ar_compatibility_script", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(REPO / "scripts" / "ar_compatibility.py")
 
 
 def test_the_table_is_what_the_outcomes_say(script: ModuleType) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import snippets as docs
+from helpers.scripts import load_script
 
-script = docs.load_script(docs.REPO / "scripts" / "docs_site.py")
+script = load_script(docs.REPO / "scripts" / "docs_site.py")
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import snippets as docs
+from helpers.scripts import load_script
 
-figures = docs.load_script(docs.REPO / "scripts" / "figures.py")
+figures = load_script(docs.REPO / "scripts" / "figures.py")
 NOT_THERE_YET = docs.REPO / "docs" / "user_guide" / "not_there_yet.md"
 
 TABLE = """## Measured

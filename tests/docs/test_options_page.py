@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 import msgspec
 import pytest
 import snippets as docs
+from helpers.scripts import load_script
 
 MOST = {"LingBot World": 14, "Causal Wan": 17, "in all": 70}
 """Options of a streaming model, and of the package: a new one needs a user, and another number here."""
 
 
-script = docs.load_script(docs.REPO / "scripts" / "options.py")
+script = load_script(docs.REPO / "scripts" / "options.py")
 
 
 def test_the_page_is_what_the_script_makes() -> None:

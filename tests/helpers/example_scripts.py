@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts of `examples/offline_inference`: `run_example` as a user types it, `load_example` as a module."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+from helpers.scripts import load_script
 from helpers.waits import seconds
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "offline_inference"
@@ -31,9 +31,4 @@ def run_example(name: str, *arguments: object, status: int = 0) -> "subprocess.C
 
 def load_example(name: str) -> ModuleType:
     """Its functions, without running it."""
-    spec = importlib.util.spec_from_file_location(f"offline_{Path(name).stem}", EXAMPLES / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLES / name)
