@@ -400,13 +400,13 @@ class Slow(PendingResult):
 
 
 def test_only_results_that_are_ready_hold_up_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vae, "_WAIT_S", 0.2)
+    monkeypatch.setattr(vae, "_WAIT_S", 1.0)
     _, theirs = pair.chunk(0)
-    for seconds, alone, found, at_least in ((9, False, 0, 0.0), (9, True, 0, 0.2), (0.05, True, 1, 0.04)):
+    for seconds, alone, found, at_least in ((9, False, 0, 0.0), (9, True, 0, 1.0), (0.05, True, 1, 0.04)):
         theirs.pending = Slow(seconds)
         start = time.perf_counter()
         assert len(pair.stage.ready([theirs], alone=alone)) == found
-        assert at_least <= time.perf_counter() - start < at_least + 0.15
+        assert at_least <= time.perf_counter() - start < at_least + 0.8
 
 
 def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

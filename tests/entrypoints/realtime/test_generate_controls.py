@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from helpers.fake_engine import LATER, DoorServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png, webui_unpack
-from helpers.waits import pause, wait_until
+from helpers.waits import exactly_in_task, pause, wait_until
 from websockets.exceptions import ConnectionClosed
 
+from vllm_omni.entrypoints.realtime import generate_door
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
+from vllm_omni.entrypoints.realtime.generate_frames import FrameMessage
 from vllm_omni.inputs import Lora
 
 MakeDoor = Callable[..., DoorServer]
@@ -168,15 +170,25 @@ def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: F
     assert sum(call == [["w"], [], []] for call in actions(engine)) == 1
 
 
-def test_the_next_chunk_is_made_while_this_one_is_sent(client: GenerateClient, engine: FakeEngine) -> None:
-    """U. Ten chunks of 50 ms take little more than half a second."""
-    engine.delay_s = 0.05
+def test_the_next_chunk_is_made_while_this_one_is_sent(
+    client: GenerateClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U. Ten chunks that take 0.1 s to make and as long to send: a second, where one after the other takes two."""
+    sends, took_s = generate_door._Client.deliver, 0.1
+
+    async def send_slowly(self: generate_door._Client, payload: FrameMessage) -> None:
+        if payload.is_first:
+            await exactly_in_task(took_s)
+        await sends(self, payload)
+
+    monkeypatch.setattr(generate_door._Client, "deliver", send_slowly)
+    engine.delay_s = took_s
     client.init(max_chunks=10)
     client.chunk()
     started_s = time.monotonic()
     for _ in range(9):
         client.chunk()
-    assert time.monotonic() - started_s < 9 * 0.05 * 1.5
+    assert time.monotonic() - started_s < 9 * 2 * took_s * 0.9
     assert engine.most_running == 1
 
 
