@@ -63,9 +63,9 @@ def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signa
     pause(0.6)
     start = time.monotonic()
     ranks[1].send_signal(how)
-    codes = [process.wait(timeout=TIMEOUT_S + 5) for process in ranks]
+    codes = [process.wait(timeout=TIMEOUT_S + seconds(5)) for process in ranks]
     assert codes == [ENGINE_DIED, -signal.SIGKILL, ENGINE_DIED]
-    assert time.monotonic() - start < TIMEOUT_S + 3
+    assert time.monotonic() - start < TIMEOUT_S + seconds(3)
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from vllm_omni.entrypoints.realtime.generate_door import PATHS
 MakeDoor = Callable[..., DoorServer]
 BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames is 3.6 MB: buffers fill at once
 BIG_INIT = {"size": "416x240"}
-DEADLINE_S = 0.5
+DEADLINE_S = 1.25  # well above the gap that `steady` allows: a deaf client for whom all wait is seen
 
 
 class Deaf:
@@ -126,8 +127,9 @@ def cadence(door: DoorServer, engine: FakeEngine) -> Iterator[list[float]]:
 
 
 def steady(arrivals: list[float]) -> bool:
-    """No gap of more than half a second; a machine that others use too may hiccup for less."""
-    return len(arrivals) > 5 and max(b - a for a, b in itertools.pairwise(arrivals)) < 0.5
+    """Four a second at least, where 20 can be made, and no gap of a second: a busy machine may hiccup for less."""
+    gaps_s = [b - a for a, b in itertools.pairwise(arrivals)]
+    return len(gaps_s) >= 5 and statistics.mean(gaps_s) < 0.25 and max(gaps_s) < 1.0
 
 
 @pytest.mark.parametrize("door_name", ["generate", "video"])
@@ -181,7 +183,7 @@ def test_a_client_that_never_reads_is_cut_off(make_door: MakeDoor, engine: FakeE
 @pytest.mark.parametrize("door_name", ["generate", "generate with extensions", "video", "world camera"])
 def test_a_reader_at_a_quarter_of_the_rate_is_closed(make_door: MakeDoor, engine: FakeEngine, door_name: str) -> None:
     """It is told why, with 4008, when it has been behind for the timeout; its place is free, its neighbour steady."""
-    timeout_s, bytes_per_s = 0.75, 250_000
+    timeout_s, bytes_per_s = 0.75, 250_000  # 0.9 s a raw chunk
     door = make_door(facts={**BIG, "max_sessions": 2}, slow_reader_timeout_s=timeout_s)
     sized = {"width": 96, "height": 64}
     fps = 4 * bytes_per_s / (96 * 64 * 3)
@@ -199,9 +201,9 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(make_door: MakeDoor, engine
         path = world_camera.PATHS[0]
     with cadence(door, engine) as arrivals:
         slow = Deaf(door.port, path, start, 16384)
-        seconds, code, messages = slow.dawdle(bytes_per_s, 12.0)
+        taken_s, code, messages = slow.dawdle(bytes_per_s, 12.0)
         slow.socket.close()
-        assert timeout_s < seconds < timeout_s + 5.0
+        assert timeout_s < taken_s < timeout_s + seconds(5)
         assert code == 4008, messages
         wait_until(lambda: len(door.server.server_state.connections) == 1)
         decode = msgspec.json.decode if door_name == "video" else msgspec.msgpack.decode
@@ -221,7 +223,7 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(make_door: MakeDoor, engine
 
 def test_a_slow_reader_slows_only_itself(make_door: MakeDoor, engine: FakeEngine) -> None:
     """It takes what it plays, so it stays; its session makes no more than it takes, and little waits for it."""
-    door = make_door(facts=BIG, send_deadline_s=2 * DEADLINE_S)
+    door = make_door(facts=BIG, send_deadline_s=DEADLINE_S)
     chunk_bytes, for_s = 12 * 160 * 96 * 3, 1.5
     with cadence(door, engine) as arrivals:
         slow = Deaf(door.port, PATHS[0], big_init(size="160x96"), 65536)
@@ -248,7 +250,7 @@ def test_a_reader_that_trickles_is_cut_off(make_door: MakeDoor, engine: FakeEngi
         with contextlib.suppress(OSError):
             slow.socket.recv(64)
         exactly(0.05)
-    assert time.monotonic() - started_s < DEADLINE_S + 3
+    assert time.monotonic() - started_s < DEADLINE_S + seconds(3)
     slow.socket.close()
 
 
@@ -270,7 +272,7 @@ def test_a_frozen_client_is_cut_off(make_door: MakeDoor, engine: FakeEngine) -> 
             os.kill(frozen.pid, signal.SIGSTOP)
             stopped_s = time.monotonic()
             wait_until(lambda: len(door.manager) == 1, 12.0)
-            assert time.monotonic() - stopped_s < DEADLINE_S + 5
+            assert time.monotonic() - stopped_s < DEADLINE_S + seconds(5)
         assert steady(arrivals)
     finally:
         frozen.kill()
