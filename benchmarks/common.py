@@ -158,6 +158,13 @@ async def kernel_times(
     }
 
 
+async def close_session(engine: Any, name: str) -> None:
+    """Free a session's state once it is idle: a chunk's result may leave before the chunk's last pass is done."""
+    from vllm_omni.inputs import DiffusionParams
+
+    await run_request(engine, DiffusionParams(session_id=name, op="close"), None, f"{name}-close")
+
+
 @dataclasses.dataclass(frozen=True)
 class ChunkRun:
     """One session's chunks. records: of each, `done` (seconds), `timings_ms`, `frames` (how many) and `digest`."""
@@ -217,7 +224,7 @@ async def first_frames(
         first, timings = (record["done"] - start) * 1e3, record["timings_ms"]
         inside = sum(sum(timings.get(stage, [])) for stage in ("encode", "steps", "decode"))
         records.append({"time_to_first_frame_ms": round(first, 1), "outside": round(first - inside, 1), **timings})
-        await engine.collective_rpc("close_session", args=(name,))
+        await close_session(engine, name)
     return records
 
 

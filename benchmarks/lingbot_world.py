@@ -37,6 +37,7 @@ from common import (
     add_output_arguments,
     add_serving_arguments,
     add_tracing_arguments,
+    close_session,
     first_frames,
     kernel_times,
     precision_of,
@@ -150,7 +151,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         memory = await engine.collective_rpc("device_memory")
         sessions = await engine.collective_rpc("session_stats")
         for n in range(args.sessions):
-            await engine.collective_rpc("close_session", args=(f"world{n}",))
+            await close_session(engine, f"world{n}")
         later = await first_frames(
             engine, lambda name: session_chunk(engine, name, args, "rgb", f"a coast road in the evening, {name}")
         )

@@ -35,6 +35,7 @@ from common import (
     add_output_arguments,
     add_serving_arguments,
     chunk_rate,
+    close_session,
     precision_of,
     restart_with,
     run_chunks,
@@ -87,7 +88,7 @@ async def measure(engine: Any, args: argparse.Namespace, name: str, choice: list
         return fields_of(args, index, choice if index == 0 else None), None
 
     run = await run_chunks(engine, name, args.chunks, request)
-    await engine.collective_rpc("close_session", args=(name,))
+    await close_session(engine, name)
     await asyncio.sleep(IDLE_S)
     return chunk_rate(run, args.warm_chunks)
 

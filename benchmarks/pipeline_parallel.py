@@ -41,6 +41,7 @@ from common import (
     add_serving_arguments,
     add_tracing_arguments,
     chunk_rate,
+    close_session,
     command_line,
     hardware,
     kernel_times,
@@ -239,9 +240,9 @@ async def measure(model: Model, folder: Path, row: Row, traces: Path, args: argp
         load_s = time.perf_counter() - loading
         clients = [RankClient(engine, rank) for rank in range(row.replicas)] if row.replicas > 1 else [engine]
         first, *_ = await asyncio.gather(*(run_chunks(client, "first", 2, request) for client in clients))
-        await engine.collective_rpc("close_session", args=("first",))
+        await asyncio.gather(*(close_session(client, "first") for client in clients))
         latents, *_ = await asyncio.gather(*(run_chunks(client, "latents", 2, latents_of) for client in clients))
-        await engine.collective_rpc("close_session", args=("latents",))
+        await asyncio.gather(*(close_session(client, "latents") for client in clients))
         await asyncio.sleep(IDLE_S)
         streams = await asyncio.gather(
             *(
@@ -256,7 +257,7 @@ async def measure(model: Model, folder: Path, row: Row, traces: Path, args: argp
         kernels = None
         if args.kernels:
             for number in range(row.sessions):
-                await engine.collective_rpc("close_session", args=(f"stream{number}",))
+                await close_session(clients[number % len(clients)], f"stream{number}")
             kernels = await kernel_times(engine, traces, traced_chunk, args.warm_chunks)
     rates = [chunk_rate(stream, args.warm_chunks) for stream in streams]
     return {

@@ -39,6 +39,7 @@ from common import (
     add_output_arguments,
     add_serving_arguments,
     add_tracing_arguments,
+    close_session,
     kernel_times,
     precision_of,
     restart_with,
@@ -171,7 +172,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ) as engine:
         load_s = time.perf_counter() - loading
         first = await one_stream(engine, "first", argparse.Namespace(**{**vars(args), "chunks": 2}), plan)
-        await engine.collective_rpc("close_session", args=("first",))
+        await close_session(engine, "first")
         await asyncio.sleep(IDLE_S)
         runs = await asyncio.gather(*(one_stream(engine, f"stream{n}", args, plan) for n in range(args.streams)))
         memory = await engine.collective_rpc("device_memory")
@@ -179,7 +180,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         kernels = None
         if args.kernels:
             for n in range(args.streams):
-                await engine.collective_rpc("close_session", args=(f"stream{n}",))
+                await close_session(engine, f"stream{n}")
             traced = stream_chunk(engine, "traced", args, plan)
             kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
 

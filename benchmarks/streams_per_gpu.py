@@ -41,6 +41,7 @@ from common import (
     HUGE_PAGES,
     add_output_arguments,
     add_serving_arguments,
+    close_session,
     precision_of,
     restart_with,
     run_chunks,
@@ -222,7 +223,7 @@ async def measure_policy(model: Path, policy: str, args: argparse.Namespace, row
 
         # Alone and as fast as it goes: the engine's upper bound; it also compiles every shape.
         alone = await run_chunks(engine, "alone", args.warm_chunks + 2, request)
-        await engine.collective_rpc("close_session", args=("alone",))
+        await close_session(engine, "alone")
         done_s = [record["done"] for record in alone.records]
         for num_streams in args.streams:
             row = await measure(engine, f"{policy}-{num_streams}", num_streams, args)

@@ -2,6 +2,7 @@
 """Each benchmark's own command for a machine without a GPU, as its documentation writes it, runs to a result."""
 
 import ast
+import asyncio
 import os
 import re
 import shlex
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.engine_client import SharedEngine
+
+from benchmarks.common import close_session
 
 REPO = Path(__file__).parents[2]
 _COMMAND = re.compile(r"^ +python (benchmarks/.*?) +# .*without a GPU$", re.MULTILINE)
@@ -32,3 +36,17 @@ def test_it_runs(command: str, tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert list(tmp_path.glob("*.json"))
+
+
+def test_a_session_is_closed_once_it_is_idle(null_engine: SharedEngine) -> None:
+    """Asked for while a chunk runs, as after a result that left before the chunk's last pass: it waits, and closes."""
+
+    async def scenario() -> None:
+        client = null_engine.client
+        chunk = asyncio.create_task(client.send(session_id="s", prompt="x", options={"steps": 20, "step_ms": 20}))
+        await client.until_at_step("s", 2)
+        assert await client.engine.collective_rpc("close_session", args=("s",)) == [False]
+        await close_session(client.engine, "s")
+        assert chunk.done() and (await client.stats())["sessions"] == 0
+
+    null_engine.run(scenario())

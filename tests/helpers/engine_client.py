@@ -94,7 +94,7 @@ class SharedEngine:
 
         async def close() -> None:
             for session_id in (await self.client.stats())["chunks"]:
-                await self.client.engine.collective_rpc("close_session", args=(session_id,))
+                await self.client.send(session_id=session_id, op="close")
 
         self.run(close())
 
