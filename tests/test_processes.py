@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from helpers.programs import has_ended
 from helpers.waits import wait_until
 
 from vllm_omni.processes import end_with_parent, engine_processes, is_stopped
@@ -58,11 +59,6 @@ def tree(tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest) -> "Itera
         if process.is_running():
             process.kill()
     server.wait()
-
-
-def has_ended(pid: int) -> bool:
-    """Nobody has to wait for it."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_they_know_each_other(tree: dict[str, list[int]]) -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program that tests run leaves its output, and nothing else, however it ends."""
 
+import subprocess
 import sys
 
-import psutil
 import pytest
-from helpers.programs import run_program
+from helpers.programs import has_ended, run_program
+from helpers.waits import wait_until
 
 CHILD = "setsid sleep 60 & echo child $!; wait"
 RANK = """
@@ -33,9 +34,18 @@ def test_one_that_does_not_end_is_ended_with_what_it_started() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"had not ended after 2 s(?s:.*)child \d+") as failed:
         run_program(["sh", "-c", CHILD], {}, limit_s=2)
     child = int(str(failed.value).rsplit("child ", 1)[1].split()[0])
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert has_ended(child)
 
 
 def test_a_rank_says_where_it_waits_before_the_limit() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"ended with status 1(?s:.*)in never_returns"):
         run_program([sys.executable, "-c", RANK], {"TESTS_RANK_LIMIT_S": "2"}, limit_s=60)
+
+
+def test_a_process_has_ended_before_and_after_it_is_waited_for() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    assert not has_ended(process.pid)
+    process.kill()
+    wait_until(lambda: has_ended(process.pid))
+    process.wait()
+    assert has_ended(process.pid)

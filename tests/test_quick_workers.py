@@ -14,7 +14,8 @@ import psutil
 import pytest
 import quick_workers
 import torch
-from helpers.waits import seconds
+from helpers.programs import has_ended
+from helpers.waits import seconds, wait_until
 
 ASK = """
 import os, sys
@@ -74,7 +75,7 @@ def test_processes_are_forked_from_one_that_has_imported(spec: execnet.XSpec) ->
     assert path == os.environ.get("PYTHONPATH")
     assert psutil.Process(parent).ppid() == os.getpid()
     group.terminate(10)
-    assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
+    assert has_ended(first)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes start as ever")
@@ -102,8 +103,7 @@ def test_so_are_the_ranks_that_they_start(spec: execnet.XSpec) -> None:
     assert (has_imported, interface) == (True, "lo")
     assert psutil.Process(server).ppid() == process
     group.terminate(10)
-    psutil.wait_procs([psutil.Process(server)] if psutil.pid_exists(server) else [], timeout=seconds(10))
-    assert not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: has_ended(server))
 
 
 def test_nothing_is_left_of_the_server() -> None:

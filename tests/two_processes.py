@@ -25,6 +25,7 @@ UNKNOWN_S = 10.0
 """What a file counts that nobody has measured: early enough if it starts an engine."""
 
 TOGETHER = {
+    "tests/engine/test_benchmarks_without_gpu.py": "null_engine",
     "tests/engine/test_engine.py": "null_engine",
     "tests/engine/test_reload_and_sleep.py": "null_engine",
     "tests/engine/test_vae_stage.py": "null_engine",

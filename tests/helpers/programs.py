@@ -25,6 +25,14 @@ _SHOWN = 8000
 """Characters from the end of the output."""
 
 
+def has_ended(pid: int) -> bool:
+    """It is gone, or only its parent has still to ask for its status; it may go while one looks."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
     """Run it with these variables besides one's own; its stdout and stderr together.
 
