@@ -101,7 +101,7 @@ class Viewer:
             else:
                 ask_s = chunk.done_s
             self.chunks.append(chunk)
-        await self._close()
+        await close_session(self._engine, self._name)
 
     async def _ask(self, index: int) -> Chunk:
         from vllm_omni.inputs import DiffusionParams
@@ -122,11 +122,6 @@ class Viewer:
         meta, results = await run_request(self._engine, params, None, f"{self._name}-{index}")
         done_s = time.monotonic()
         return Chunk(asked_s, asked_s + due.in_s, done_s, done_s, len(results["frames"]), meta)
-
-    async def _close(self) -> None:
-        from vllm_omni.inputs import DiffusionParams
-
-        await run_request(self._engine, DiffusionParams(session_id=self._name, op="close"), None, f"{self._name}-close")
 
     def result(self) -> dict[str, Any]:
         """Of the counted chunks. Gaps in playing times of the chunk before."""

@@ -126,13 +126,14 @@ def test_cached_tokens_are_computed_again_for_all_rows(engine: Engine) -> None:
 @feature("streaming")
 def test_deltas_carry_the_rows_that_became_known(engine: Engine) -> None:
     """The first the whole prompt's, then one for each token, however many came together; in all, every row."""
-    [outputs] = engine.run((PROMPTS[0], params("all", output_kind=RequestOutputKind.DELTA)))
+    [outputs] = engine.run((PROMPTS[0], params("all", max_tokens=60, output_kind=RequestOutputKind.DELTA)))
     parts = [hidden_states_of(output) for output in outputs]
     rows = [0 if part is None else part.num_rows for part in parts]
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
+    assert len(parts) > 3
     assert rows == [len(outputs[0].prompt_token_ids or []) + tokens[0] - 1, *tokens[1:]]
     joined = concat(parts)
-    final = states_of(engine.final(PROMPTS[0], params("all")))
+    final = states_of(engine.final(PROMPTS[0], params("all", max_tokens=60)))
     assert joined is not None and torch.equal(joined.positions, final.positions)
     torch.testing.assert_close(joined[-1], final[-1], atol=1e-5, rtol=1e-5)
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
+from helpers.programs import has_ended
 from helpers.waits import pause_task
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -22,7 +23,7 @@ LIMIT_S = 10.0
 def workers() -> list[psutil.Process]:
     """The worker processes of this process's engines, in order of rank."""
     children = psutil.Process(os.getpid()).children(recursive=True)
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    alive = [child for child in children if not has_ended(child.pid)]
     return sorted((child for child in alive if "Worker" in " ".join(child.cmdline())), key=lambda p: p.pid)
 
 

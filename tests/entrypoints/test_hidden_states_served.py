@@ -156,6 +156,7 @@ def test_chat_streams_text_and_rows_follow(server: Server) -> None:
     assert text(asked) == text(plain) != ""
     # How many there are is the machine's affair: tokens that nobody has read yet come together in one.
     reasons = [choice["finish_reason"] for event in asked for choice in event["choices"]]
+    assert len(reasons) > 1  # the role comes before any text
     assert {event["object"] for event in asked} == {"chat.completion.chunk"}
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     states = server.states(asked[0]["id"])

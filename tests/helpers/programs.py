@@ -3,6 +3,7 @@
 
 `limited_rank` is for a program's own processes, which torchrun starts in sessions of their own: near the limit each
 writes the stacks of its threads and ends, so that the output says which call never returned.
+`has_ended` looks at any process.
 """
 
 import contextlib

@@ -21,6 +21,7 @@ import msgspec
 import psutil
 import pytest
 from helpers.fake_engine import FIRST, LATER
+from helpers.programs import has_ended
 from helpers.served import AUTHORIZED, SIZES, Served, family, kill_all, mortal_servers
 from helpers.waits import seconds, wait_until
 from session_calls import call, code_of, request
@@ -88,7 +89,7 @@ class Watcher:
 def gone_after(processes: list[psutil.Process], since_s: float, timeout_s: float) -> float:
     """Seconds until none of them runs."""
     psutil.wait_procs(processes, timeout=timeout_s)
-    alive = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    alive = [process for process in processes if process.is_running() and not has_ended(process.pid)]
     assert not alive, [" ".join(process.cmdline())[:80] for process in alive]
     return time.monotonic() - since_s
 

@@ -122,6 +122,8 @@ def cadence(door: DoorServer, engine: FakeEngine) -> Iterator[list[float]]:
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         yield arrivals
+        before = len(arrivals)
+        wait_until(lambda: len(arrivals) > before)  # the gap that something at the very end leaves is seen, too
         client.connection.close()
     reader.join(seconds(5))
 
