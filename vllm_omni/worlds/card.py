@@ -33,7 +33,7 @@ class WorldPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class StartPicture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A picture to begin with. prompt: the name of the one that fits it. x_m, z_m: where on the map it was taken, in
-    metres to the east and north; heading_degrees: where it looks, from north to the east.
+    metres to the east and north; heading_degrees: where it looks, from north to the east; pitch_degrees: upwards.
     """
 
     name: Name
@@ -42,12 +42,20 @@ class StartPicture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     x_m: float
     z_m: float
     heading_degrees: float
+    pitch_degrees: float = 0.0
 
 
 class WorldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ground from above, north up, (0, 0) in the middle. side_m: metres of the picture's side, after which the
     world repeats.
     """
+
+    file: Picture
+    side_m: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class WorldGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The world's occupancy grid (`grid.OccupancyGrid`). side_m: metres of its side, after which the world repeats."""
 
     file: Picture
     side_m: Annotated[float, msgspec.Meta(gt=0)]
@@ -70,7 +78,8 @@ class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     domain: its name for programs. title: its name for people. about: its contents, and its response to pictures from
     elsewhere. sizes: (width, height) it was trained at, the default first. metres_per_unit: length of a unit of
-    camera translation. model: defaults of `omni.model`.
+    camera translation. focal: the camera's focal length over the image's width; None = the model's own. grid: what
+    stops a walker; None = nothing does. model: defaults of `omni.model`.
     """
 
     domain: Annotated[str, msgspec.Meta(pattern="^[a-z0-9_]{1,64}$")]
@@ -80,7 +89,9 @@ class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     metres_per_unit: Annotated[float, msgspec.Meta(gt=0)]
     prompts: tuple[WorldPrompt, ...] = ()
     starts: tuple[StartPicture, ...] = ()
+    focal: Annotated[float, msgspec.Meta(gt=0)] | None = None
     map: WorldMap | None = None
+    grid: WorldGrid | None = None
     tour: Tour | None = None
     model: dict[str, Any] = msgspec.field(default_factory=dict)
 
