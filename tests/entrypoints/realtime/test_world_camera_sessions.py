@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, numbers
-from helpers.waits import wait_until
+from helpers.waits import pause, wait_until
 
 MakeDoor = Callable[..., DoorServer]
 
@@ -155,6 +155,62 @@ def test_an_evicted_session_says_so(make_door: MakeDoor, engine: FakeEngine) -> 
         assert client.error(infer(LATER, session_id="a", image=None)) == "session_evicted"
         client.send(infer(session_id="a"))
         assert client.frames()[0]["chunk_index"] == 0
+
+
+def test_pings_keep_a_session_without_requests(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """For as long as `pinged_session_idle_s`; a client that falls silent loses it after `session_idle_s`."""
+    door = make_door(facts={"session_idle_s": 0.3}, pinged_session_idle_s=60.0)
+    with door.client() as client, door.client() as silent:
+        for each, session_id in ((client, "a"), (silent, "b")):
+            each.send(infer(session_id=session_id))
+            each.frames()
+        for _ in range(15):
+            assert client.ask({"endpoint": "ping"})["type"] == "pong"
+            pause(0.1)
+        assert len(engine.worlds) == 1
+        client.send(infer(LATER, session_id="a", image=None))
+        assert client.frames()[0]["chunk_index"] == 1
+        wait_until(lambda: not engine.worlds)
+
+
+def test_pings_do_not_keep_a_session_for_ever(make_door: MakeDoor, engine: FakeEngine) -> None:
+    door = make_door(facts={"session_idle_s": 0.1}, pinged_session_idle_s=0.5)
+    with door.client() as client:
+        client.send(infer(session_id="a"))
+        client.frames()
+        wait_until(lambda: client.ask({"endpoint": "ping"})["type"] == "pong" and not engine.worlds)
+
+
+def test_a_session_that_only_pings_keep_makes_room(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """Once it has been without requests for `session_idle_s`: visitors who are away do not keep others out."""
+    door = make_door(facts={"max_sessions": 1, "session_idle_s": 0.5}, pinged_session_idle_s=60.0)
+    with door.client() as away:
+        away.send(infer(session_id="a"))
+        away.frames()
+        with door.client() as other:
+            assert other.ask(infer(session_id="b"))["code"] == "capacity"
+        for _ in range(8):
+            away.ask({"endpoint": "ping"})
+            pause(0.1)
+        with door.client() as other:
+            other.send(infer(session_id="b"))
+            other.frames()
+        assert away.error(infer(LATER, session_id="a", image=None)) == "session_evicted"
+
+
+def test_a_disposable_branch_makes_room(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """Another branch does not: its client is connected."""
+    door = make_door(facts={"max_sessions": 2})
+    with door.client() as client, door.client() as other:
+        client.send(infer(session_id="a"))
+        client.frames()
+        client.ask({"endpoint": "branch", "session_id": "a", "new_session_id": "kept"})
+        assert other.ask(infer(session_id="b"))["code"] == "capacity"
+        client.ask({"endpoint": "close", "session_id": "kept"})
+        client.ask({"endpoint": "branch", "session_id": "a", "new_session_id": "spare", "disposable": True})
+        with door.client() as third:
+            third.send(infer(session_id="b"))
+            assert third.frames()[0]["chunk_index"] == 0
 
 
 def test_a_session_the_engine_lost_is_evicted(client: Client, engine: FakeEngine) -> None:

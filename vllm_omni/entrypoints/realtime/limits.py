@@ -26,6 +26,8 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one API server process.
 
     idle_timeout_s: a connection without messages and without running requests is closed with 4010 after this.
+    pinged_session_idle_s: a session without requests whose client sends pings stays for so long, if that is more than
+    `omni.session_idle_s`; from the latter on it makes room for a new session.
     send_deadline_s: a reply that cannot be handed to the network in this time closes the connection with 4008.
     slow_reader_timeout_s: a client that takes less than it plays while more waits for it is closed with 4008 when that
     has gone on without pause for so long; 0 = never. The kernels' buffers hide the first seconds of it.
@@ -55,6 +57,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     idle_timeout_s: Seconds = 300.0
+    pinged_session_idle_s: Seconds = 3600.0
     send_deadline_s: Seconds = 3.0
     slow_reader_timeout_s: SecondsOrNever = 7.0
     chunk_timeout_s: Seconds = 300.0

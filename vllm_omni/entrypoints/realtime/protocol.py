@@ -130,7 +130,7 @@ class CloseSession(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Answered at once with `pong`, which carries `t` back."""
+    """Answered at once with `pong`, which carries `t` back. Keeps the connection and its sessions."""
 
     endpoint: ClassVar[str] = "ping"
 
@@ -138,7 +138,10 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Branch(Message, frozen=True, kw_only=True):
-    """Copy a session as it is now into a new one that goes its own way."""
+    """Copy a session as it is now into a new one that goes its own way.
+
+    disposable: the copy makes room for another session whenever one needs it, though its client is connected.
+    """
 
     endpoint: ClassVar[str] = "branch"
 
@@ -147,6 +150,7 @@ class Branch(Message, frozen=True, kw_only=True):
 
 class Resume(Message, frozen=True, kw_only=True):
     """Take a session over on this connection and replay the replies after chunk `last_chunk_id`."""
+    disposable: bool = False
 
     endpoint: ClassVar[str] = "resume"
 
@@ -273,6 +277,7 @@ def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_by
         "resume": {"ttl_s": facts.session_idle_s},
         **({} if facts.card is None else {"domain": facts.card.domain, "world": facts.card.as_hello()}),
     }
+            "sessions": facts.max_sessions,
 
 
 def error_message(error: DoorError, request_id: str | None = None, session_id: str | None = None) -> dict[str, Any]:

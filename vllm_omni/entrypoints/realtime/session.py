@@ -71,6 +71,8 @@ class Session:
         """Open connections that have used this session; kept by the doors."""
         self.last_used_s = time.monotonic()
         self.journal = Journal()
+        self.pinged_s = self.last_used_s
+        """When a client last said that it still wants this session."""
         self._clock = PlayClock()
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -80,6 +82,11 @@ class Session:
         return self._waiting > 0
 
     def close(self, reason: str) -> None:
+    @property
+    def idle_s(self) -> float:
+        """Seconds since its last request; 0 while one runs."""
+        return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
+
         """The session is gone from the table: end its numbers and its spans; idempotent."""
         if self._closed:
             return

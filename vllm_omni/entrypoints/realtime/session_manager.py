@@ -44,7 +44,8 @@ class SessionManager:
     """All sessions of one API server process.
 
     executor: where images are decoded and frames encoded. origins: see `Gate`. quotas: None = there are none.
-    Sessions without use for `session_idle_s` are closed, and the least recently used one that no connection holds makes
+    Sessions without use for `session_idle_s` are closed, those of clients that send pings after
+    `pinged_session_idle_s`. The least recently used one that no connection holds, or that is only kept by pings, makes
     room for a new one.
     """
 
@@ -141,11 +142,14 @@ class SessionManager:
     @property
     def can_make_room(self) -> bool:
         """Whether there is a session that nobody uses."""
-        return any(not session.is_busy and not session.connections for session in self._sessions.values())
+        return any(self._is_unused(session) for session in self._sessions.values())
+
+    def _is_unused(self, session: Session) -> bool:
+        return not session.is_busy and (not session.connections or session.idle_s >= self.facts.session_idle_s)
 
     def _make_room(self) -> None:
         for session in self._sessions.values():  # least recently used first
-            if not session.is_busy and not session.connections:
+            if self._is_unused(session):
                 self._evict(session, "made_room")
                 return
         raise DoorError(
@@ -204,12 +208,14 @@ class SessionManager:
             await asyncio.wait(set(self._closing))
 
     async def _sweep(self) -> None:
-        """Close sessions that nobody has used for `session_idle_s`."""
+        """Close sessions that nobody has used for `session_idle_s`, or for longer if they are kept by pings."""
         idle_s = self.facts.session_idle_s
+        pinged_idle_s = max(idle_s, self.limits.pinged_session_idle_s)
         while True:
             await asyncio.sleep(min(5.0, idle_s / 4))
             for session in list(self._sessions.values()):
-                if not session.is_busy and time.monotonic() - session.last_used_s >= idle_s:
+                is_pinged = time.monotonic() - session.pinged_s < idle_s
+                if not session.is_busy and session.idle_s >= (pinged_idle_s if is_pinged else idle_s):
                     self._evict(session, "idle")
 
     def pace(self, fps: float | None) -> ReaderPace:

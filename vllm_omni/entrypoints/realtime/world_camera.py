@@ -332,7 +332,8 @@ class _Client:
         source = self._known(self._session_id(message))
         new_id = message.new_session_id or new_session_id()
         branch = await self._manager.branch(source, self._key(new_id))
-        self._attach(branch)
+        if not message.disposable:
+            self._attach(branch)
         await self._send(
             {
                 "type": "branched",
@@ -367,4 +368,7 @@ class _Client:
         return session
 
     async def _pong(self, message: protocol.Ping) -> None:
+        for key in self._used:
+            if (session := self._manager.find(key)) is not None and self in session.connections:
+                session.pinged_s = time.monotonic()
         await self._send({"type": "pong", "t": message.t, "server_ms": round(time.time() * 1e3, 3)})
