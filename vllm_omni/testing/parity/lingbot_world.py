@@ -313,7 +313,8 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
     held = cam.read_keys(actions := json.loads(scenario.meta("actions")), len(actions))
     start = cam.CameraTail.origin()
     poses, _ = cam.integrate_actions(held, start)
-    offline, _ = cam.integrate_actions(held, start, yaw_degrees=2.0, pitch_degrees=2.0)  # one entry per video frame
+    by_frame = [Motion.of_keys([keys], yaw_degrees=2.0, pitch_degrees=2.0) for keys in held]  # one entry per video frame
+    offline, _ = cam.integrate_motions(by_frame, start)
     origin = start.pose_44.unsqueeze(0)
     for name, ours in (
         ("original_c2ws", torch.cat((origin, offline))),

@@ -21,21 +21,46 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py and tes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
-from vllm_omni.actions import CAMERA_SPACE, ActionEntry, read_actions
+from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionRows, Axis, read_actions
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worlds.grid import OccupancyGrid
+from vllm_omni.worlds.movement import Motion, inverse_poses, move_cameras, pitch_of
 
 MOVE_UNIT = 0.05
 """Translation of one latent frame with a movement key held."""
-YAW_DEGREES, PITCH_DEGREES = 6.0, 4.0
-"""Rotation of one latent frame with a look key held."""
-PITCH_LIMIT_DEGREES = 85.0
-ACTION_SPACE = CAMERA_SPACE
+_STEPS, _DEGREES = 8.0, 90.0
+ACTION_SPACE = msgspec.structs.replace(
+    CAMERA_SPACE,
+    axes=(
+        *(
+            Axis(name=name, title=name, unit="steps per latent frame", low=-_STEPS, high=_STEPS)
+            for name in ("forward", "right", "up")
+        ),
+        Axis(name="yaw", title="look right", unit="degrees per latent frame", low=-_DEGREES, high=_DEGREES),
+        Axis(name="pitch", title="look up", unit="degrees per latent frame", low=-_DEGREES, high=_DEGREES),
+        *(
+            Axis(
+                name=name,
+                title=f"look {to}",
+                unit="degrees",
+                kind="motion",
+                low=-_DEGREES,
+                high=_DEGREES,
+                mouse=mouse,
+                scale=scale,
+            )
+            for name, to, mouse, scale in (("turn", "right", "x", 0.12), ("look", "up", "y", -0.12))
+        ),
+    ),
+)
+"""The eight keys and their analog forms, which add up; a movement key is one step, a look key six or four degrees."""
 FLAG_KEYS = "wasd"
 """The keys that an `act` model is told, in the order of its channels."""
 
@@ -45,16 +70,40 @@ _ROTATION_TOLERANCE = 1e-2
 _LAST_ROW_TOLERANCE = 1e-3
 
 
+@dataclass(frozen=True, eq=False)
+class WorldStart:
+    """What ties a session's poses to the world. world_44: the start image's pose, fp64, metres. first_44: the session's
+    pose of that image, in the client's units.
+    """
+
+    world_44: torch.Tensor
+    first_44: torch.Tensor
+
+    def world_poses(self, poses_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
+        """Return the world poses of a session's poses, fp64 metres."""
+        from_first = inverse_poses(self.first_44[None]) @ poses_F44
+        from_first[:, :3, 3] *= metres_per_unit
+        return self.world_44 @ from_first
+
+    def session_poses(self, world_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
+        """The inverse of `world_poses`."""
+        from_first = inverse_poses(self.world_44[None]) @ world_F44
+        from_first[:, :3, 3] /= metres_per_unit
+        return self.first_44 @ from_first
+
+
 @dataclass(frozen=True)
 class CameraTail:
     """Where the camera is: the last pose of a session, and the pitch that look keys have accumulated.
 
-    largest_step: the longest way from one latent frame to the next so far.
+    largest_step: the longest way from one latent frame to the next so far. start: where the session began in the
+    world's coordinates; None = unknown.
     """
 
     pose_44: torch.Tensor
     pitch_degrees: float
     largest_step: float = 0.0
+    start: "WorldStart | None" = None
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
         """Return this tail with the longest way of `before` and of a chunk's poses, not yet scaled."""
@@ -66,10 +115,16 @@ class CameraTail:
         return cls(torch.eye(4, dtype=torch.float64), 0.0)
 
     @classmethod
-    def at(cls, pose_44: torch.Tensor) -> "CameraTail":
+    def in_world(cls, world_44: torch.Tensor, metres_per_unit: float) -> "CameraTail":
+        """The start of a session whose own coordinates are the world's, in units."""
+        pose_44 = world_44.clone()
+        pose_44[:3, 3] /= metres_per_unit
+        return cls(pose_44, pitch_of(pose_44), start=WorldStart(world_44, pose_44))
+
+    @classmethod
+    def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
         """Take over a pose that no key produced; its pitch is how far it looks above the horizon."""
-        upward = -float(pose_44[1, 2].clamp(-1.0, 1.0))
-        return cls(pose_44.clone(), float(torch.rad2deg(torch.asin(torch.tensor(upward, dtype=torch.float64)))))
+        return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
 
 # -- inputs of clients -------------------------------------------------------------------------------------------------
@@ -125,14 +180,37 @@ def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
     return values.expand(num_frames, 4)
 
 
-def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
-    """Check one entry of `actions` per latent frame; missing frames are idle. Returns one string of keys per frame.
+def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionRows:
+    """Check one entry of `actions` per latent frame; missing frames are idle.
 
     Raises `RequestFailed("invalid_action", ...)`.
     """
     rows = read_actions(ACTION_SPACE, actions, {}, num_frames)
     assert rows is not None
-    return ["".join(sorted(held)) for held in rows.held(ACTION_SPACE)]
+    return rows
+
+
+def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
+    """Return one string of held keys per frame, sorted. Raises as `read_controls` does."""
+    return ["".join(sorted(held)) for held in read_controls(actions, num_frames).held(ACTION_SPACE)]
+
+
+def motions_of(rows: ActionRows) -> list[Motion]:
+    """Return the motion of one camera in each latent frame: keys and axes add up."""
+    motions = []
+    for held, values in zip(rows.held(ACTION_SPACE), rows.axes_NA.double().unbind(0), strict=True):
+        keys = Motion.of_keys(["".join(held)])
+        axis = dict(zip(ACTION_SPACE.axis_names, values.split(1), strict=True))
+        motions.append(
+            Motion(
+                ahead=keys.ahead + axis["forward"],
+                aside=keys.aside + axis["right"],
+                up=axis["up"],
+                yaw_degrees=keys.yaw_degrees + axis["yaw"] + axis["turn"],
+                pitch_degrees=keys.pitch_degrees + axis["pitch"] + axis["look"],
+            )
+        )
+    return motions
 
 
 def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
@@ -152,9 +230,12 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
     return flags_N4
 
 
-def held_flags(held: Sequence[str]) -> torch.Tensor:
-    """Return the keys w a s d of each frame as `read_flags` does."""
-    return torch.tensor([[float(key in keys) for key in FLAG_KEYS] for keys in held], dtype=torch.float64)
+def held_flags(rows: ActionRows) -> torch.Tensor:
+    """Return the keys w a s d of each frame as `read_flags` does; an axis presses the key of its direction."""
+    axes = dict(zip(ACTION_SPACE.axis_names, rows.axes_NA.unbind(1), strict=True))
+    pressed = {"w": axes["forward"] > 0, "s": axes["forward"] < 0, "d": axes["right"] > 0, "a": axes["right"] < 0}
+    buttons = dict(zip(ACTION_SPACE.button_names, rows.buttons_NB.unbind(1), strict=True))
+    return torch.stack([buttons[key] | pressed[key] for key in FLAG_KEYS], dim=1).double()
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
@@ -179,48 +260,23 @@ def latent_rows(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
 
 
 def integrate_actions(
-    held: Sequence[str],
-    tail: CameraTail,
-    *,
-    yaw_degrees: float = YAW_DEGREES,
-    pitch_degrees: float = PITCH_DEGREES,
-    move: float = MOVE_UNIT,
+    held: Sequence[str], tail: CameraTail, *, move: float = MOVE_UNIT, grid: OccupancyGrid | None = None
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Walk from `tail`, one pose per entry of `held`; returns (poses_N44, the new tail).
+    """Walk from `tail`, one pose per entry of `held`; returns (poses_N44, the new tail). See `move_cameras`."""
+    return integrate_motions([Motion.of_keys([keys]) for keys in held], tail, move=move, grid=grid)
 
-    Look first, then move in the horizontal plane along the new view. A pitch step beyond the limit is dropped whole.
-    Diagonal movement is not normalised. Opposite keys cancel.
-    """
-    pose, pitch = tail.pose_44, tail.pitch_degrees
+
+def integrate_motions(
+    motions: Sequence[Motion], tail: CameraTail, *, move: float = MOVE_UNIT, grid: OccupancyGrid | None = None
+) -> tuple[torch.Tensor, CameraTail]:
+    """As `integrate_actions`, for motions of one camera. grid: positions are then metres in the world's coordinates."""
+    pose_144 = tail.pose_44[None]
+    pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)
     poses = []
-    for keys in held:
-        turn = yaw_degrees * (("l" in keys) - ("j" in keys))
-        look = pitch_degrees * (("i" in keys) - ("k" in keys))
-        if abs(pitch + look) > PITCH_LIMIT_DEGREES:
-            look = 0.0
-        pitch += look
-        pose = pose.clone()
-        pose[:3, :3] = _rotation(1, turn) @ pose[:3, :3] @ _rotation(0, look)
-        ahead = ("w" in keys) - ("s" in keys)
-        aside = ("d" in keys) - ("a" in keys)
-        pose[:3, 3] += move * (ahead * _horizontal(pose[:3, 2]) + aside * _horizontal(pose[:3, 0]))
-        poses.append(pose)
-    return torch.stack(poses), CameraTail(pose, pitch)
-
-
-def _rotation(axis: int, degrees: float) -> torch.Tensor:
-    angle = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
-    cos, sin, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
-    rows = {
-        0: (one, zero, zero, zero, cos, -sin, zero, sin, cos),
-        1: (cos, zero, sin, zero, one, zero, -sin, zero, cos),
-    }
-    return torch.stack(rows[axis]).view(3, 3)
-
-
-def _horizontal(direction_3: torch.Tensor) -> torch.Tensor:
-    flat = direction_3 * torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    return flat / (flat.norm() + 1e-6)
+    for motion in motions:
+        pose_144, pitch_1 = move_cameras(pose_144, pitch_1, motion, move, grid)
+        poses.append(pose_144)
+    return torch.cat(poses), replace(tail, pose_44=pose_144[0], pitch_degrees=float(pitch_1))
 
 
 def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = None) -> torch.Tensor:
@@ -234,14 +290,6 @@ def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = N
     if previous_44 is None:
         relative[0] = torch.eye(4)
     return relative
-
-
-def inverse_poses(poses_N44: torch.Tensor) -> torch.Tensor:
-    """Invert rigid motions: (R, t) -> (R^T, -R^T t)."""
-    inverse = torch.eye(4, dtype=poses_N44.dtype).repeat(len(poses_N44), 1, 1)
-    inverse[:, :3, :3] = poses_N44[:, :3, :3].mT
-    inverse[:, :3, 3:] = -inverse[:, :3, :3] @ poses_N44[:, :3, 3:]
-    return inverse
 
 
 def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
@@ -266,9 +314,10 @@ def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> to
     return intrinsics_N4 * torch.tensor([x, y, x, y], dtype=torch.float64)
 
 
-def action_intrinsics(num_frames: int, height: int, width: int) -> torch.Tensor:
-    """Return the intrinsics that go with actions, at the output size."""
-    row = torch.tensor([ACTION_FOCAL, ACTION_FOCAL, width / 2, height / 2], dtype=torch.float64)
+def action_intrinsics(num_frames: int, height: int, width: int, focal: float | None = None) -> torch.Tensor:
+    """Return the intrinsics that go with actions, at the output size. focal: over the width; None = the original's."""
+    pixels = ACTION_FOCAL if focal is None else focal * width
+    row = torch.tensor([pixels, pixels, width / 2, height / 2], dtype=torch.float64)
     return row.expand(num_frames, 4)
 
 

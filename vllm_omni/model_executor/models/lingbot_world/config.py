@@ -28,9 +28,10 @@ from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chu
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import Stream
 
-ControlType = Literal["cam", "act"]
-CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7}
-"""Channels of the control map at pixel size: ray origin and direction, or ray direction and the keys w a s d."""
+ControlType = Literal["cam", "act", "world"]
+CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7, "world": 6}
+"""Channels of the control map at pixel size: ray origin and direction, or ray direction and the keys w a s d. `world`
+is `cam` and the camera's world pose (`world_pose.py`)."""
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
 ACTION_FOCAL = 500.0
@@ -57,9 +58,18 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     num_heads: int = 40
     num_layers: int = 40
     control_type: ControlType = "cam"
+    world_period_m: float | None = None
+    """Metres after which the world of a `world` model repeats. Required for that control type, refused for others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.control_type == "world") != (self.world_period_m is not None):
+            raise ValueError(
+                "world_period_m must be set for control_type 'world' and for no other, "
+                f"got {self.world_period_m} with {self.control_type!r}"
+            )
+        if self.world_period_m is not None and not 0 < self.world_period_m < float("inf"):
+            raise ValueError(f"world_period_m must be finite and > 0, got {self.world_period_m}")
         if self.out_channels != LATENT_CHANNELS or self.in_channels != 2 * LATENT_CHANNELS + 4:
             raise ValueError(
                 f"channels must be 36 in (16 noisy, 4 mask, 16 condition) and 16 out, "
@@ -84,7 +94,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
         return cls(**read_architecture(values, _RENAMED, _REQUIRED, (*IGNORED, *skipped), cls.num_heads, cls.dim))
 
 
-_RENAMED = {**RENAMED, "control_type": "control_type"}
+_RENAMED = {**RENAMED, "control_type": "control_type", "world_period_m": "world_period_m"}
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "_class_name": (
         "WanModel",

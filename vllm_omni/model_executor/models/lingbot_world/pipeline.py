@@ -31,6 +31,7 @@ from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import adapter_target, load_transformer
+from vllm_omni.model_executor.models.lingbot_world.world_pose import world_features
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout, ConditionState
 from vllm_omni.model_executor.models.wan.image_world import ImageWorldModel
@@ -53,6 +54,7 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
     def build(self, setup: WorldSetup) -> None:
         choices = setup.options.choices
         self._begin(setup)
+        self.world = setup.world
         self.schedule = setup.options.denoise_schedule()
         self._add_transformer(setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32")
         # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
@@ -95,7 +97,7 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
-        inputs = read_chunk(request, session, self.options, self.config.control_type)
+        inputs = read_chunk(request, session, self.options, self.config.control_type, self.world)
         frames = session.next_frames()
         shape, device = session.shape, self.transformer.device
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
@@ -111,6 +113,7 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
                 own=World(condition=None, tail=inputs.tail),
                 y=None,
                 camera_map=None,
+                world_poses=inputs.world_rows(),
             )
             request.num_steps = 1  # the ranks with layers know
             return
@@ -123,6 +126,7 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
             text = None if known else self.text_encoder.encode(inputs.prompt, device)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
+            features = self._world_features(inputs, shape)
         request.state = Chunk(
             frames=frames,
             schedule=self.schedule,
@@ -131,6 +135,8 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
             y=y,
             rope=self.transformer.rope(frames, size),
             camera_map=rays,
+            world_features=features,
+            world_poses=inputs.world_rows(),
             text=text,
             window=session.window,
             prompt=inputs.prompt,
@@ -168,6 +174,17 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
             return camera_map(inputs.relative_F44, inputs.intrinsics_F4, *where)
         return action_map(inputs.relative_F44, inputs.intrinsics_F4, inputs.flags_F4, *where)
 
+    def _world_features(self, inputs: ChunkInputs, shape: SessionShape) -> torch.Tensor | None:
+        period_m = self.config.world_period_m
+        if period_m is None:
+            return None
+        features = world_features(inputs.world_F44, inputs.intrinsics_F4, shape.height, shape.width, period_m)
+        return to_device(features, self.transformer.device)
+
+    def result_meta(self, request: Request) -> dict[str, Any]:
+        poses = request.work.world_poses
+        return super().result_meta(request) | ({} if poses is None else {"world_poses": poses})
+
     def begin_step(self, request: Request) -> None:
         """Compute every block's inputs from prompt and camera where they are not there (collective under tensor
         parallelism).
@@ -177,7 +194,7 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
             chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
         if chunk.camera is None:
             assert chunk.camera_map is not None
-            chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
+            chunk.camera = self.transformer.camera_modulation(chunk.camera_map, chunk.world_features)
 
     def rows(self, request: Request) -> list[CameraRow]:
         """The rows of a chunk's forward, of which there is one but with guidance."""

@@ -9,6 +9,9 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 # F latent frames of the chunk
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
 import torch
@@ -21,11 +24,30 @@ from vllm_omni.model_executor.models.lingbot_world.config import ControlType, Li
 from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
 from vllm_omni.model_executor.streaming.request import check_tensors, check_unchanged, read_image, read_seed
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worlds.movement import Motion, world_pose
+from vllm_omni.worlds.served import ServedWorld
 
 _TENSORS: dict[ControlType, tuple[str, ...]] = {
     "cam": ("image", "poses", "intrinsics"),
     "act": ("image", "poses", "intrinsics", "action"),
+    "world": ("image", "poses", "intrinsics"),
 }
+
+
+Degrees = Annotated[float, msgspec.Meta(ge=-360, le=360)]
+Metres = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+
+
+class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where in the world a session's start image was taken.
+
+    x_m, z_m: metres to the east and north. heading_degrees: from north to the east. pitch_degrees: upwards.
+    """
+
+    x_m: Metres
+    z_m: Metres
+    heading_degrees: Degrees
+    pitch_degrees: Annotated[float, msgspec.Meta(ge=-85, le=85)] = 0.0
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,15 +55,32 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     camera_scale: divide this chunk's camera translations by it (a client that knows its whole path sends the path's
     largest step, the original's normalisation); None = as served.
+    start_pose: of a session's first chunk in a world with poses; None = the start image is recognised, or its pose is
+    unknown.
     """
 
     camera_scale: float | None = None
+    start_pose: StartPose | None = None
+
+
+@dataclass(frozen=True)
+class Camera:
+    """One chunk's camera, checked; a row for each latent frame. tail: where it ends. world_F44: None = unknown."""
+
+    relative_F44: torch.Tensor
+    intrinsics_F4: torch.Tensor
+    tail: cam.CameraTail
+    world_F44: torch.Tensor | None
 
 
 def read_chunk(
-    request: DiffusionRequest, session: LingBotSession, served: LingBotOptions, control: ControlType = "cam"
+    request: DiffusionRequest,
+    session: LingBotSession,
+    served: LingBotOptions,
+    control: ControlType = "cam",
+    world: ServedWorld | None = None,
 ) -> ChunkInputs:
-    """Check one chunk's request against its session. Raises `RequestFailed`."""
+    """Check one chunk's request against its session. world: of a `world` model. Raises `RequestFailed`."""
     params = request.params
     session.window.check_fits(session.next_frames())
     check_unchanged(params, session.shape, {})
@@ -50,23 +89,61 @@ def read_chunk(
     prompt = session.prompt if keeps_prompt else params.prompt
     if not prompt:
         raise RequestFailed("invalid_request", "prompt must not be empty; a session's first chunk needs one")
-    relative, intrinsics, tail = _read_camera(request, session, served)
+    first = session.chunk_index == 0
+    image = read_image(request.tensors.get("image"), first_chunk=first)
+    options = _read_options(params, first, world)
+    start_44 = None
+    if world is not None and first:
+        start_44 = _given_pose(options) if options.start_pose is not None else _recognised(world, image)
+    camera = _read_camera(request, session, served, options, world, start_44)
     return ChunkInputs(
         prompt=prompt,
         seed=read_seed(params, session.seed),
-        image=read_image(request.tensors.get("image"), first_chunk=session.chunk_index == 0),
-        relative_F44=relative,
-        intrinsics_F4=intrinsics,
-        tail=tail,
+        image=image,
+        relative_F44=camera.relative_F44,
+        intrinsics_F4=camera.intrinsics_F4,
+        tail=camera.tail,
         flags_F4=_read_flags(request, session) if control == "act" else None,
+        world_F44=camera.world_F44,
     )
 
 
+def _read_options(params: DiffusionParams, first: bool, world: ServedWorld | None) -> ChunkOptions:
+    try:
+        options = parse_options(ChunkOptions, params.options, "options")
+    except ValueError as error:
+        raise RequestFailed("invalid_request", str(error)) from error
+    scale = options.camera_scale
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise RequestFailed("invalid_camera", f"options.camera_scale must be finite and > 0, got {scale}")
+    if options.start_pose is not None and world is None:
+        raise RequestFailed("invalid_request", "options.start_pose: the served model has no world with poses")
+    if options.start_pose is not None and not first:
+        raise RequestFailed("invalid_request", "options.start_pose: only a session's first chunk may have one")
+    return options
+
+
+def _given_pose(options: ChunkOptions) -> torch.Tensor:
+    assert options.start_pose is not None
+    start = options.start_pose
+    return world_pose(start.x_m, start.z_m, start.heading_degrees, start.pitch_degrees)
+
+
+def _recognised(world: ServedWorld, image: torch.Tensor | None) -> torch.Tensor | None:
+    return None if image is None else world.recognised_pose(image)
+
+
 def _read_camera(
-    request: DiffusionRequest, session: LingBotSession, served: LingBotOptions
-) -> tuple[torch.Tensor, torch.Tensor, cam.CameraTail]:
-    """Return (frame-to-frame poses, intrinsics at output size, new tail), a row for each latent frame of the chunk."""
+    request: DiffusionRequest,
+    session: LingBotSession,
+    served: LingBotOptions,
+    options: ChunkOptions,
+    world: ServedWorld | None,
+    start_44: torch.Tensor | None,
+) -> Camera:
+    """Read a chunk's camera. start_44: the world pose of the session's start image, known from its first chunk on."""
     frames, shape = session.next_frames(), session.shape
+    first = session.chunk_index == 0
     pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
     actions, poses = request.params.actions, request.tensors.get("poses")
     if (poses is None) == (actions is None):
@@ -79,27 +156,56 @@ def _read_camera(
         given = cam.latent_rows(cam.read_intrinsics(intrinsics, pixel_frames), frames)
         intrinsics_F4 = cam.scale_intrinsics(given, shape.height, shape.width)
     elif actions is not None:
-        intrinsics_F4 = cam.action_intrinsics(len(frames), shape.height, shape.width)
+        focal = None if world is None else world.focal
+        intrinsics_F4 = cam.action_intrinsics(len(frames), shape.height, shape.width, focal)
     else:
         raise RequestFailed("missing_camera", f"poses need intrinsics: [{pixel_frames}, 4] of fx, fy, cx, cy")
 
+    choices = served.choices
     before = last = session.tail
     if actions is not None:
-        start = before or cam.CameraTail.origin()
-        path, tail = cam.integrate_actions(cam.read_keys(actions, len(frames)), start)
-        if served.choices.camera_first_frame == "moves":
-            before = start
+        origin = last or cam.CameraTail.origin()
+        if world is not None and start_44 is not None:
+            origin = cam.CameraTail.in_world(start_44, world.metres_per_unit)
+        motions = cam.motions_of(cam.read_controls(actions, len(frames)))
+        # Where the world has poses, the first latent frame is the start image itself.
+        stands = world is not None and first
+        path, tail = _walk(motions[1:] if stands else motions, origin, world)
+        if stands:
+            path = torch.cat((origin.pose_44[None], path))
+        if choices.camera_first_frame == "moves":
+            before = origin
     else:
         assert poses is not None
         path = cam.latent_rows(cam.read_poses(poses, pixel_frames), frames)
-        tail = cam.CameraTail.at(path[-1])
-    if served.choices.camera_first_frame == "stands_each_chunk":
+        tail = cam.CameraTail.at(path[-1], None if last is None else last.start)
+        if start_44 is not None:
+            tail = replace(tail, start=cam.WorldStart(start_44, path[0].clone()))
+    if choices.camera_first_frame == "stands_each_chunk":
         before = None
-    dtype = served.choices.camera_torch_dtype
+    dtype = choices.camera_torch_dtype
     relative = cam.relative_poses(path.to(dtype), None if before is None else before.pose_44.to(dtype))
     tail = tail.after(relative, last)
-    relative = cam.scaled_translations(relative, _camera_scale(request.params, served, tail))
-    return relative.double(), intrinsics_F4, tail
+    relative = cam.scaled_translations(relative, _camera_scale(options, served, tail))
+    world_F44 = None
+    if world is not None and tail.start is not None:
+        world_F44 = tail.start.world_poses(path, world.metres_per_unit)
+    return Camera(relative.double(), intrinsics_F4, tail, world_F44)
+
+
+def _walk(
+    motions: Sequence[Motion], origin: cam.CameraTail, world: ServedWorld | None
+) -> tuple[torch.Tensor, cam.CameraTail]:
+    """Move on from `origin`; in the world's coordinates, among its walls, where the session's pose there is known."""
+    if not motions:
+        return origin.pose_44.new_empty(0, 4, 4), origin
+    if world is None or origin.start is None or world.grid is None:
+        return cam.integrate_motions(motions, origin)
+    unit = world.metres_per_unit
+    there = replace(origin, pose_44=origin.start.world_poses(origin.pose_44[None], unit)[0])
+    walked, tail = cam.integrate_motions(motions, there, move=cam.MOVE_UNIT * unit, grid=world.grid)
+    path = origin.start.session_poses(walked, unit)
+    return path, replace(tail, pose_44=path[-1])
 
 
 def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Tensor:
@@ -112,21 +218,15 @@ def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Ten
     if request.params.actions is not None:
         if action is not None:
             raise RequestFailed("invalid_camera", "send the tensor `action` with poses, or `actions`: one of the two")
-        return cam.held_flags(cam.read_keys(request.params.actions, len(frames)))
+        return cam.held_flags(cam.read_controls(request.params.actions, len(frames)))
     pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
     flags_N4 = torch.zeros(pixel_frames, 4, dtype=torch.float64)
     return cam.latent_rows(flags_N4 if action is None else cam.read_flags(action, pixel_frames), frames)
 
 
-def _camera_scale(params: DiffusionParams, served: LingBotOptions, tail: cam.CameraTail) -> float | None:
+def _camera_scale(options: ChunkOptions, served: LingBotOptions, tail: cam.CameraTail) -> float | None:
     """Return the divisor of translations; None = the chunk's largest. tail: after this chunk."""
-    try:
-        scale = parse_options(ChunkOptions, params.options, "options").camera_scale
-    except ValueError as error:
-        raise RequestFailed("invalid_request", str(error)) from error
-    if scale is None:
-        scales = {"constant": cam.MOVE_UNIT, "session_max": tail.largest_step or 1.0}
-        return scales.get(served.choices.camera_scale)
-    if not (math.isfinite(scale) and scale > 0):
-        raise RequestFailed("invalid_camera", f"options.camera_scale must be finite and > 0, got {scale}")
-    return scale
+    if options.camera_scale is not None:
+        return options.camera_scale
+    scales = {"constant": cam.MOVE_UNIT, "session_max": tail.largest_step or 1.0}
+    return scales.get(served.choices.camera_scale)

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
+from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, WorldStart
 from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout
 from vllm_omni.model_executor.models.wan.image_world import ImageWorld, ImageWorldScalars, ImageWorldSession
 from vllm_omni.model_executor.streaming.session import StreamingChunk, Windows
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
+from vllm_omni.worlds.movement import heading_of, pitch_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,7 +27,9 @@ class World(ImageWorld):
     tail: CameraTail
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {**super().tensors(), "camera.pose": self.tail.pose_44}
+        start = self.tail.start
+        known = {} if start is None else {"camera.start": start.world_44, "camera.first": start.first_44}
+        return {**super().tensors(), "camera.pose": self.tail.pose_44, **known}
 
 
 class LingBotScalars(ImageWorldScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,6 +37,7 @@ class LingBotScalars(ImageWorldScalars, frozen=True, forbid_unknown_fields=True,
 
     pitch_degrees: float
     largest_step: float = 0.0
+    knows_world: bool = False
 
 
 class LingBotSession(ImageWorldSession[Windows, World, ConditionLayout, LingBotScalars]):
@@ -50,6 +54,7 @@ class LingBotSession(ImageWorldSession[Windows, World, ConditionLayout, LingBotS
         return {
             "pitch_degrees": None if tail is None else tail.pitch_degrees,
             "largest_step": 0.0 if tail is None else tail.largest_step,
+            "knows_world": tail is not None and tail.start is not None,
             **super().own_scalars(),
         }
 
@@ -58,14 +63,19 @@ class LingBotSession(ImageWorldSession[Windows, World, ConditionLayout, LingBotS
             raise RequestFailed("invalid_snapshot", "the snapshot's camera has no finite pitch and largest step")
         condition = self.restore_condition(self.layouts.own, kept, saved, device)
         pose_44 = saved.take("camera.pose", "cpu", torch.float64, [4, 4])
-        return World(condition=condition, tail=CameraTail(pose_44, kept.pitch_degrees, kept.largest_step))
+        start = None
+        if kept.knows_world:
+            world_44 = saved.take("camera.start", "cpu", torch.float64, [4, 4])
+            start = WorldStart(world_44, saved.take("camera.first", "cpu", torch.float64, [4, 4]))
+        return World(condition=condition, tail=CameraTail(pose_44, kept.pitch_degrees, kept.largest_step, start))
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
     """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
 
-    flags_F4: the keys w a s d, fp64, CPU; None = the model is not told any.
+    flags_F4: the keys w a s d, fp64, CPU; None = the model is not told any. world_F44: the world poses, fp64, CPU,
+    metres; None = unknown.
     image: uint8 [H, W, 3] of any size, or None to go on from the session's.
     """
 
@@ -76,17 +86,29 @@ class ChunkInputs:
     intrinsics_F4: torch.Tensor
     tail: CameraTail
     flags_F4: torch.Tensor | None
+    world_F44: torch.Tensor | None = None
+
+    def world_rows(self) -> list[list[float]] | None:
+        """x and z in metres, heading and pitch in degrees of each latent frame; None = unknown."""
+        if self.world_F44 is None:
+            return None
+        return [
+            [float(pose[0, 3]), float(pose[2, 3]), heading_of(pose), pitch_of(pose)] for pose in self.world_F44.unbind()
+        ]
 
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(StreamingChunk[Windows, World]):
     """One chunk in flight; `own` is where camera and condition stand after it.
 
-    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w].
+    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w]. world_features: of a
+    `world` model (`world_pose.py`). world_poses: x, z, heading and pitch of each latent frame; None = unknown.
     camera: of each layer, what is made of it; None = not there now.
     """
 
     y: torch.Tensor | None
     camera_map: torch.Tensor | None
+    world_features: torch.Tensor | None = None
+    world_poses: list[list[float]] | None = None
 
     camera: list[torch.Tensor] | None = None

@@ -24,6 +24,7 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
 from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
@@ -92,17 +93,28 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
         self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
         self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
         self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
+        self.takes_world_pose = config.control_type == "world"
+        if self.takes_world_pose:
+            self.world_pose_layer1 = nn.Linear(WORLD_FEATURES, dim)
+            self.world_pose_layer2 = nn.Linear(dim, dim)
 
-    def camera_modulation(self, camera: torch.Tensor) -> list[torch.Tensor]:
+    def camera_modulation(self, camera: torch.Tensor, world: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Control map [384 or 448, F, h, w] -> of each layer [2, T, D] in the model's type: its factor and shift.
+
+        world: of a `world` model, the features of the world pose, fp32 [tokens, WORLD_FEATURES], of all ranks' tokens.
 
         The same for every denoise step of a chunk, and freed with it: 3.57 GiB at full size, 480x832. In one piece they
         would need a gap of that size, in which decoders' caches settle. Collective under tensor parallelism.
         """
-        tokens = patchify(camera)[self.parallel.token_slice(self.num_tokens(camera))]
+        own = self.parallel.token_slice(self.num_tokens(camera))
+        tokens = patchify(camera)[own]
         patches_TD = self.patch_embedding_wancamctrl(tokens.to(self.device, self.dtype))
         hidden = self.c2ws_hidden_states_layer2(functional.silu(self.c2ws_hidden_states_layer1(patches_TD)))
         camera_TD = patches_TD + hidden
+        if self.takes_world_pose:
+            assert world is not None
+            features = world[own].to(self.device, self.dtype)
+            camera_TD = camera_TD + self.world_pose_layer2(functional.silu(self.world_pose_layer1(features)))
         shape = 2, *camera_TD.shape
         out = [camera_TD.new_empty(shape) for _ in range(self.num_local_layers)]
         for block, out_2TD in zip(self._blocks(), out, strict=True):

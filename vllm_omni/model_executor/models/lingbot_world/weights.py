@@ -14,6 +14,7 @@ from torch import nn
 
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.transformer_weights import Sizes
@@ -36,6 +37,14 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
 }
 """Wan's tensors outside its blocks, and the camera's. C folded camera channels."""
 
+WORLD_TENSORS: dict[str, Sizes] = {
+    "world_pose_layer1.weight": ("D", "W"),
+    "world_pose_layer1.bias": ("D",),
+    "world_pose_layer2.weight": ("D", "D"),
+    "world_pose_layer2.bias": ("D",),
+}
+"""What a `world` model has in addition. W features of the world pose."""
+
 _FOLD = (2 * VAE_SPATIAL) ** 2
 """Pixels of a token, each of which is an input for every control channel."""
 
@@ -53,7 +62,9 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
     """Return name -> shape of every transformer tensor a checkpoint of this architecture holds (1421 when released)."""
     patch = config.patch_size[1] * config.patch_size[2]
-    return wan.network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS, C=config.camera_channels * patch)
+    outside = {**TRANSFORMER_TENSORS, **WORLD_TENSORS} if config.control_type == "world" else TRANSFORMER_TENSORS
+    sizes = {"C": config.camera_channels * patch, "W": WORLD_FEATURES}
+    return wan.network_shapes(config, outside, BLOCK_TENSORS, **sizes)
 
 
 def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, Any]:
@@ -67,7 +78,7 @@ def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | 
     if control is None:
         allowed = ", ".join(f"{channels * _FOLD} ({name})" for name, channels in CONTROL_CHANNELS.items())
         raise ValueError(f"{where}: {CAMERA_TENSOR} takes {folded} inputs; known: {allowed}")
-    return {**sizes, "control_type": control}
+    return {**sizes, "control_type": "world" if WORLD_TENSORS.keys() <= shapes.keys() else control}
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:
