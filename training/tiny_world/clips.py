@@ -9,6 +9,7 @@ walks is filmed in two styles, for prompts that change on the way.
 
 import argparse
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.render import FOCAL, Renderer
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import Walks, random_walks
-from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_FOCAL
 
 LATENTS = 21
 """Latent frames of a clip, unless told otherwise: a window and its sink. Longer ones make longer roll-outs."""
@@ -69,6 +69,8 @@ def encode_walks(walks: Walks, style_N: torch.Tensor, renderer: Renderer, encode
         "latents": latents,
         "condition": condition,
         "relative": walks.relative.to(device),
+        "positions": walks.positions.to(device),
+        "angles": torch.stack((walks.yaw, walks.pitch), dim=-1).to(device),
         "style": style_N.to(device, torch.uint8),
         "keys": walks.keys.to(device),
     }
@@ -90,20 +92,15 @@ def make_clips(
     walks = random_walks(number, latents, seed)
     style = torch.randint(len(STYLES), (number,), generator=generator)
     pairs = int(number * paired)
-    both = Walks(
-        *(
-            torch.cat((value, value[:pairs]))
-            for value in (walks.keys, walks.positions, walks.yaw, walks.pitch, walks.relative)
-        )
-    )
+    twins = walks.part(0, pairs)
+    both = Walks(*(torch.cat((getattr(walks, f.name), getattr(twins, f.name))) for f in fields(Walks)))
     other = (style[:pairs] + torch.randint(1, len(STYLES), (pairs,), generator=generator)) % len(STYLES)
     shard = encode_walks(both, torch.cat((style, other)), renderer, encoder, at_once=at_once)
     total, device = number + pairs, shard["latents"].device
     twin = torch.full((total,), -1)
     twin[:pairs], twin[number:] = torch.arange(number, total), torch.arange(pairs)
-    true_focal = torch.rand(total, generator=generator) < 0.5
-    focal = torch.where(true_focal, FOCAL * renderer.width, ACTION_FOCAL)
-    return shard | {"twin": twin.to(device), "focal": focal.float().to(device)}
+    focal = torch.full((total,), FOCAL * renderer.width)
+    return shard | {"twin": twin.to(device), "focal": focal.to(device)}
 
 
 def joined(shards: list[Shard]) -> Shard:

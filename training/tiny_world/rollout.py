@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 
-from training.tiny_world.train_world import Losses, Trainer, add_common_options
+from training.tiny_world.train_world import Losses, Trainer, add_common_options, chunk_lengths
 from training.tiny_world.transformer import roll_out
-from training.tiny_world.world_data import Batch, noised
+from training.tiny_world.world_data import Batch, Sampler, noised
+
+_SOON = 9
+"""Latent frames after a crop's gap that count for less."""
 
 
 @dataclass
@@ -38,36 +41,64 @@ class OwnClips:
 
 
 class RollOuts:
-    """Own clips for training; each serves `reuse` updates. given: at most so many true threes of frames come first."""
+    """Own clips for training, whole walks long; each roll-out serves `reuse` updates, each with other crops of it.
 
-    def __init__(self, trainer: Trainer, reuse: int, given: int) -> None:
+    given: at most so many true threes of frames come first. batch: walks of a roll-out, a GPU.
+    """
+
+    def __init__(self, trainer: Trainer, reuse: int, given: int, batch: int) -> None:
         self.trainer, self.reuse, self.given = trainer, reuse, given
         self.left = 0
         self.clips: OwnClips | None = None
+        single = float((trainer.chunk_B == 1).float().mean())
+        sampler = trainer.sampler
+        self.sampler = Sampler(
+            sampler.shard, sampler.prompts, sampler.sizes, sampler.mix, chunk_lengths(batch, single), whole=True
+        )
 
     def next(self) -> OwnClips:
         if self.left == 0 or self.clips is None:
             self.clips = self._make()
             self.left = self.reuse
         self.left -= 1
-        return self.clips
+        return self._cropped(self.clips)
 
     @torch.no_grad()
     def _make(self) -> OwnClips:
-        trainer = self.trainer
-        sampler, sigmas = trainer.sampler, trainer.mix.sigmas
+        sampler, sigmas = self.sampler, self.trainer.mix.sigmas
         batch = sampler.draw()
         threes = torch.randint(self.given + 1, (len(batch.latents),), device=sampler.device)
-        # Behind foreign sinks a clip has to be shown before it can be gone on with.
+        # Behind foreign sinks a clip whose pose is unknown has to be shown before it can be gone on with.
         threes = torch.where(batch.weights[:, sampler.sizes.sink] == 0, 3, threes)
         made, inputs = [], []
-        for chunk, rows in same_lengths(trainer.chunk_B):
+        for chunk, rows in same_lengths(sampler.chunk_B1[:, 0]):
             known = threes[rows] * (3 // chunk)
-            own = roll_out(trainer.model, batch.clips.rows(rows), batch.latents[rows], known, chunk, sigmas)
+            own = roll_out(self.trainer.model, batch.clips.rows(rows), batch.latents[rows], known, chunk, sigmas)
             made.append(own[0])
             inputs.append(own[1])
         age = torch.arange(1, batch.latents.shape[1] + 1, device=sampler.device) - 3 * threes.unsqueeze(1)
         return OwnClips(batch, torch.cat(made), torch.cat(inputs, dim=1), age)
+
+    def _cropped(self, own: OwnClips) -> OwnClips:
+        """A batch of the trainer's size: crops of the roll-out, with its first frames as sinks."""
+        trainer, sampler = self.trainer, self.trainer.sampler
+        wanted = sampler.chunk_B1[:, 0]
+        rows = [
+            torch.where(self.sampler.chunk_B1[:, 0] == chunk)[0][
+                torch.randint(int((self.sampler.chunk_B1 == chunk).sum()), (int((wanted == chunk).sum()),))
+            ]
+            for chunk, _ in same_lengths(wanted)
+        ]
+        row_B = torch.cat(rows)
+        crop_B = sampler.crops(len(row_B))
+        frame_BF = sampler.frame_F + torch.where(sampler.frame_F < sampler.sizes.sink, 0, crop_B.unsqueeze(1))
+        at = row_B.unsqueeze(1), frame_BF
+        # The first frames after the gap miss most of what they were made from.
+        soon = (sampler.frame_F >= sampler.sizes.sink) & (sampler.frame_F < sampler.sizes.sink + _SOON)
+        weights = torch.where((crop_B > 0).unsqueeze(1) & soon, 0.3, 1.0) * own.batch.weights[at]
+        batch = Batch(own.batch.latents[at], own.batch.clips.picked(row_B, frame_BF), weights)
+        inputs = own.inputs[:, row_B.unsqueeze(1), frame_BF]
+        return OwnClips(batch, own.made[at], inputs, own.age[at])
 
 
 def same_lengths(chunk_B: torch.Tensor) -> list[tuple[int, slice]]:
@@ -102,8 +133,7 @@ def predicted(
     true = true_B.view(-1, 1, 1, 1, 1)
     noise = torch.randn_like(batch.latents)
     x = torch.where(true, noised(batch.latents, sigma, noise), at_steps(own.inputs, steps_BF))
-    lightly = noised(batch.latents, sampler.context_levels(), torch.randn_like(noise))
-    context = torch.where(true, lightly, own.made)
+    context = torch.where(true, sampler.context(batch.latents), own.made)
     flow = trainer.model.packed(context, x, 1000 * sigma, batch.clips, trainer.mask)
     return x - sigma[:, :, None, None, None] * flow, sigma
 
@@ -136,8 +166,9 @@ class OwnContext:
 
 
 def add_rollout_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reuse", type=int, default=4, help="updates for each roll-out")
-    parser.add_argument("--given", type=int, default=4, help="most true threes of frames before a roll-out")
+    parser.add_argument("--reuse", type=int, default=16, help="updates for each roll-out")
+    parser.add_argument("--rolled", type=int, default=128, help="walks of a roll-out, a GPU")
+    parser.add_argument("--given", type=int, default=1, help="most true threes of frames before a roll-out")
     parser.add_argument("--true", type=float, default=0.2, help="fraction of clips that are teacher-forced")
 
 
@@ -151,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) is None:
             parser.error(f"--{name} is needed")
     trainer = Trainer(options, "rollout")
-    trainer.run(OwnContext(trainer, RollOuts(trainer, options.reuse, options.given), options.true))
+    trainer.run(OwnContext(trainer, RollOuts(trainer, options.reuse, options.given, options.rolled), options.true))
     trainer.ranks.leave()
 
 

@@ -32,6 +32,7 @@ import torch
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.transformer import (
+    Clips,
     Sizes,
     WorldTransformer,
     block_mask,
@@ -109,6 +110,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         "--reserve-seconds", type=float, default=15.0, help="kept for the last evaluation and the state"
     )
     parser.add_argument("--evaluate-minutes", type=float, default=2.0)
+    parser.add_argument("--held-rollouts", type=int, default=32, help="held-out walks that are rolled out whole")
     parser.add_argument("--save-minutes", type=float, default=3.0)
     parser.add_argument("--max-steps", type=int, help="stop after so many steps of this piece")
     parser.add_argument("--log-steps", type=int, default=100)
@@ -126,9 +128,13 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     for name in ("dim", "layers", "heads", "ffn", "window", "sink", "chunk-frames"):
         parser.add_argument(f"--{name}", type=int, help="of a new network; see `Sizes`")
     parser.add_argument("--grid", type=int, nargs=2, help="latent rows and columns of a new network")
-    for name in ("switch", "far", "few", "shift", "noisy-context", "context-sigma", "second-chunk", "other-sink"):
+    for name in ("switch", "far", "few", "shift", "noisy-context", "context-sigma", "second-chunk", "other-sink", "unknown", "start", "other-context"):
         parser.add_argument(f"--{name}", type=float, help="see `Mix`")
-    parser.add_argument("--far-frames", type=int, help="see `Mix`")
+    for name in ("far-frames", "crop"):
+        parser.add_argument(f"--{name}", type=int, help="see `Mix`")
+    parser.add_argument(
+        "--indices", type=int, nargs="+", help="denoise steps that are trained for most, as `denoise_indices`; v2's"
+    )
 
 
 def read_sizes(options: argparse.Namespace) -> Sizes:
@@ -140,10 +146,11 @@ def read_sizes(options: argparse.Namespace) -> Sizes:
 def read_mix(options: argparse.Namespace) -> Mix:
     names = (
         *("switch", "far", "far_frames", "few", "shift", "noisy_context", "context_sigma"),
-        *("second_chunk", "other_sink"),
+        *("second_chunk", "other_sink", "unknown", "crop", "start", "other_context"),
     )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return replace(Mix(few_step_sigmas()), **given)
+    sigmas = few_step_sigmas() if options.indices is None else few_step_sigmas(indices=options.indices)
+    return replace(Mix(sigmas), **given)
 
 
 def chunk_lengths(batch: int, single: float) -> torch.Tensor:
@@ -272,7 +279,7 @@ class Trainer:
         shard = Shard.load(find_shards(options.data, self.ranks.rank, self.ranks.world), device, self.sizes)
         self.chunk_B = chunk_lengths(options.batch, options.single)
         self.sampler = Sampler(shard, prompts, self.sizes, self.mix, self.chunk_B)
-        self.mask = make_mask(self.sizes, shard.frames, self.chunk_B, device, dense=options.dense)
+        self.mask = make_mask(self.sizes, self.sampler.frames, self.chunk_B, device, dense=options.dense)
         held = options.data / "clips-held.pt"
         self.held: Sampler | None = None
         if held.exists() and self.ranks.leads:
@@ -410,23 +417,38 @@ class Trainer:
         return {name: means[name] for name in ("loss", "by_sigma", "by_chunk", "by_frame") if name in means}
 
     def _held_rollouts(self, held: Sampler, chunk: int) -> dict[str, Any]:
-        """Mean square errors of own roll-outs from the image alone, by three latent frames; frames' PSNR, sharpness."""
-        batch = min(len(held.shard), 32)
+        """Scores of own roll-outs of whole held-out walks from the image alone, with one, two and four denoise steps;
+        `still`: of cameras that never move, against the start image."""
+        batch = min(len(held.shard), self.options.held_rollouts)
         index = torch.arange(batch, device=held.device)
-        drawn = Sampler(held.shard, held.prompts, self.sizes, held.mix, torch.full((batch,), chunk))
+        drawn = Sampler(
+            held.shard, held.prompts, self.sizes, held.mix, torch.full((batch,), chunk), whole=True
+        )
         never = torch.zeros(batch, dtype=torch.bool, device=held.device)
         given = drawn.batch(index, never, never)
-        none = torch.zeros(batch, device=held.device)
+        clips, truth = given.clips, given.latents
+        out: dict[str, Any] = {}
         with uncompiled():
-            made, _ = roll_out(self.model, given.clips, given.latents, none, chunk, self.mix.sigmas)
-        error = (made - given.latents).square().mean((0, 2, 3, 4))
-        out: dict[str, Any] = {
-            "mse": [round(float(x), 4) for x in error.unfold(0, 3, 3).mean(1)],
-            "edges": [round(float(x), 3) for x in _edges(made) / _edges(given.latents)],
-            "deviation": [round(float(x), 3) for x in made.std((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)],
-        }
+            for sigmas in rollout_sigmas(self.mix.sigmas):
+                out[str(len(sigmas))] = self._scored(self._made(clips, truth, chunk, sigmas), truth)
+            still = self._made(clips.standing(), truth, chunk, self.mix.sigmas)
+            out["still"] = self._scored(still, truth[:, :1].expand_as(truth), standing=True)
+        return out
+
+    def _made(
+        self, clips: Clips, given: torch.Tensor, chunk: int, sigmas: tuple[float, ...]
+    ) -> torch.Tensor:
+        none = torch.zeros(len(given), device=given.device)
+        return roll_out(self.model, clips, given, none, chunk, sigmas)[0]
+
+    def _scored(self, made: torch.Tensor, truth: torch.Tensor, *, standing: bool = False) -> dict[str, Any]:
+        """Mean square error by three latent frames of a few places; with a decoder, the frames' scores there."""
+        error = (made - truth).square().mean((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)
+        places = [place for place in (0, 4, 19, 43) if place < len(error)]
+        out: dict[str, Any] = {"mse": [round(float(error[place]), 4) for place in places]}
         if self.decode is not None:
-            out |= frame_scores(self.decode, made[:8], given.latents[:8])
+            scores = frame_scores(self.decode, made[:8], truth[:8], standing=standing)
+            out |= {name: [values[place] for place in places] for name, values in scores.items()}
         return out
 
     def save(self, objective: Objective) -> None:
@@ -448,9 +470,10 @@ class Trainer:
         write_parts(state, self.options.out)
 
 
-def _edges(latents: torch.Tensor) -> torch.Tensor:
-    """Mean difference of neighbouring columns, for every three frames."""
-    return latents.diff(dim=-1).abs().mean((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)
+def rollout_sigmas(trained: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """Schedules that roll-outs are scored with: the trained one, and those of one, two and four steps."""
+    others = [few_step_sigmas(indices=indices) for indices in ((0,), (0, 750), (0, 250, 500, 750))]
+    return [trained, *(sigmas for sigmas in others if len(sigmas) != len(trained))]
 
 
 @contextmanager
@@ -484,10 +507,17 @@ def load_decoder(path: Path, device: torch.device) -> Decode:
 
 
 @torch.no_grad()
-def frame_scores(decode: Decode, made: torch.Tensor, truth: torch.Tensor) -> dict[str, list[float]]:
+def frame_scores(
+    decode: Decode, made: torch.Tensor, truth: torch.Tensor, *, standing: bool = False
+) -> dict[str, list[float]]:
     """PSNR of the video against the decoded truth, and sharpness (mean horizontal difference over the truth's), for
-    every three latent frames."""
-    own, true = decode(made).float().clamp(-1, 1), decode(truth).float().clamp(-1, 1)
+    every three latent frames. standing: the truth is its first frame, all along."""
+
+    def shown(latents: torch.Tensor) -> torch.Tensor:
+        return torch.cat([decode(part).float().clamp(-1, 1) for part in latents.split(2)])
+
+    own = shown(made)
+    true = shown(truth[:, :1]).expand_as(own) if standing else shown(truth)
     edges = [0, *range(9, own.shape[2] + 1, 12)]
     psnr, sharpness = [], []
     for start, stop in itertools.pairwise(edges):
@@ -521,8 +551,7 @@ class TeacherForcing:
         trainer = self.trainer
         sampler = trainer.sampler
         batch = sampler.draw()
-        context = noised(batch.latents, sampler.context_levels(), torch.randn_like(batch.latents))
-        return packed_losses(trainer.model, batch, sampler.noise_levels(), context, trainer.mask)
+        return packed_losses(trainer.model, batch, sampler.noise_levels(), sampler.context(batch.latents), trainer.mask)
 
     def extra_state(self) -> Any:
         return None

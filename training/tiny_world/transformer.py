@@ -4,7 +4,7 @@
 `packed` runs a clip as one sequence, the clean frames before the noisy ones; a mask by pairs of frames (`visibility`)
 shows each frame what its chunk sees when served. `ClipWindow` and `chunk` run chunk by chunk with keys and values
 kept, as served, without gradients. Parameter names are the original checkpoint's, so `vllm_omni` loads them; nothing
-of `vllm_omni` is imported, since the machine that trains need not have what it needs.
+of `vllm_omni` is imported but what needs torch alone, since the machine that trains need not have what the rest needs.
 
 The camera map is linear in a frame's motion (translation and rotation) for a given focal length, so its embedding is
 12 numbers times a basis that the weights are folded into: no 384-channel maps.
@@ -18,7 +18,7 @@ Held by tests/training/tiny_world/test_world_transformer.py, which drives `LingB
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from training.tiny_world.render import FOCAL
+from training.tiny_world.village import PERIOD
+from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES, token_rays
 
 LATENTS, CONDITION = 16, 20
 _CAMERA_CHANNELS = 6 * 64
@@ -75,7 +79,8 @@ class Sizes:
         return {
             "_class_name": "WanModelFast",
             "model_type": "i2v",
-            "control_type": "cam",
+            "control_type": "world",
+            "world_period_m": PERIOD,
             "dim": self.dim,
             "num_heads": self.heads,
             "num_layers": self.layers,
@@ -432,6 +437,8 @@ class Clips:
     condition: fp32 [B, F, 20, h, w], mask and image latents. motion: fp32 [B, F, 3, 4], rotation and, last,
     translation. focal: int64 [B], index into `Sizes.focals`. text: fp32 [B, 2, X, E], zero rows behind each prompt.
     switched: bool [B, F], frames of the second text. positions: [B, F], absolute.
+    rotation: fp32 [B, F, 3, 3], camera to world; place: fp32 [B, F, 33] (`frame_features`). Both are zero in clips whose
+    world pose is unknown.
     """
 
     condition: torch.Tensor
@@ -440,17 +447,33 @@ class Clips:
     text: torch.Tensor
     switched: torch.Tensor
     positions: torch.Tensor
+    rotation: torch.Tensor
+    place: torch.Tensor
 
     def frames(self, start: int, stop: int) -> "Clips":
         """The same clips' frames [start, stop)."""
+        whole = ("focal", "text")
         return Clips(
-            self.condition[:, start:stop],
-            self.motion[:, start:stop],
-            self.focal,
-            self.text,
-            self.switched[:, start:stop],
-            self.positions[:, start:stop],
+            **{
+                name: value if name in whole else value[:, start:stop]
+                for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+            }
         )
+
+    def picked(self, row_R: torch.Tensor, frame_RK: torch.Tensor) -> "Clips":
+        """Clips [R] with frames [R, K] of each."""
+        return Clips(
+            **{
+                name: value[row_R] if name in ("focal", "text") else value[row_R.unsqueeze(1), frame_RK]
+                for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+            }
+        )
+
+    def standing(self) -> "Clips":
+        """The same clips of cameras that stay where they begin."""
+        motion = torch.eye(3, 4, device=self.motion.device).expand_as(self.motion)
+        rotation, place = self.rotation[:, :1].expand_as(self.rotation), self.place[:, :1].expand_as(self.place)
+        return replace(self, motion=motion, rotation=rotation, place=place)
 
     def rows(self, which: slice) -> "Clips":
         """Some of the clips."""
@@ -461,6 +484,7 @@ class WorldTransformer(nn.Module):
     """The network. compute_dtype: of the products; residual stream, norms, modulation and head are fp32."""
 
     basis: torch.Tensor
+    rays: torch.Tensor
     frequencies: torch.Tensor
 
     def __init__(self, sizes: Sizes, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -471,6 +495,8 @@ class WorldTransformer(nn.Module):
         self.patch_embedding_wancamctrl = nn.Linear(4 * _CAMERA_CHANNELS, dim)
         self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
         self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
+        self.world_pose_layer1 = nn.Linear(WORLD_FEATURES, dim)
+        self.world_pose_layer2 = nn.Linear(dim, dim)
         self.text_embedding = nn.Sequential(
             nn.Linear(sizes.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
         )
@@ -481,6 +507,9 @@ class WorldTransformer(nn.Module):
         self.rotary = RotaryTables(sizes.head_dim, sizes.grid)
         basis = torch.stack([camera_basis(focal, sizes.grid) for focal in sizes.focals])
         self.register_buffer("basis", basis, persistent=False)
+        height, width = 8 * sizes.grid[0], 8 * sizes.grid[1]
+        view = torch.tensor([[FOCAL * width, FOCAL * width, width / 2, height / 2]], dtype=torch.float64)
+        self.register_buffer("rays", token_rays(view, height, width)[0].float(), persistent=False)
         half = sizes.freq_dim // 2
         frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
@@ -503,6 +532,7 @@ class WorldTransformer(nn.Module):
                 block.modulation[:, 2::3] = 1.0
         nn.init.normal_(self._last_linear(self.time_projection).weight, std=0.02)
         nn.init.zeros_(self.head.head.weight)
+        nn.init.zeros_(self.world_pose_layer2.weight)
 
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
@@ -530,8 +560,9 @@ class WorldTransformer(nn.Module):
         time = linear(functional.silu(linear(sinusoid, first)), last)
         return time, linear(functional.silu(time), rows).unflatten(-1, (6, -1))
 
-    def camera(self, motion: torch.Tensor, focal: torch.Tensor) -> torch.Tensor:
-        """Motion [B, F, 3, 4] at focal lengths [B] -> the camera's tokens [B, F P, D] in the products' type."""
+    def camera(self, clips: Clips) -> torch.Tensor:
+        """Motion and world pose of clips' frames -> the camera's tokens [B, F P, D] in the products' type."""
+        motion, focal = clips.motion, clips.focal
         layer = self.patch_embedding_wancamctrl
         folded = torch.einsum("npjc,dc->npjd", self.basis, layer.weight.float())
         identity = folded[:, :, 3::4].sum(2) + layer.bias.float()  # a camera that stands: R = 1, t = 0
@@ -542,7 +573,14 @@ class WorldTransformer(nn.Module):
         patches = patches + torch.einsum("bn,npd->bpd", chosen, identity).unsqueeze(1)
         patches = patches.flatten(1, 2).to(self.compute_dtype)
         hidden = functional.silu(linear(patches, self.c2ws_hidden_states_layer1))
-        return patches + linear(hidden, self.c2ws_hidden_states_layer2)
+        return patches + linear(hidden, self.c2ws_hidden_states_layer2) + self.world(clips)
+
+    def world(self, clips: Clips) -> torch.Tensor:
+        """The world pose's tokens [B, F P, D]."""
+        rays = torch.einsum("bfij,pnj->bfpni", clips.rotation, self.rays).flatten(3)
+        place = clips.place.unsqueeze(2).expand(-1, -1, rays.shape[2], -1)
+        features = torch.cat((rays, place), dim=3).flatten(1, 2).to(self.compute_dtype)
+        return linear(functional.silu(linear(features, self.world_pose_layer1)), self.world_pose_layer2)
 
     def text(self, text: torch.Tensor) -> torch.Tensor:
         """Prompt rows [..., X, E] -> [..., X, D] in the products' type."""
@@ -579,7 +617,7 @@ class WorldTransformer(nn.Module):
         rows = torch.cat((clean_rows.expand_as(rows), rows), dim=1)
         condition = self.condition_patches(clips.condition)
         x = torch.cat((self.patches(clean) + condition, self.patches(noisy) + condition), dim=1)
-        camera = self.camera(clips.motion, clips.focal)
+        camera = self.camera(clips)
         text = self.text(clips.text)
         switched = torch.cat((clips.switched, clips.switched), dim=1)
         cos, sin = (table.unsqueeze(1) for table in self.rotary(clips.positions))
@@ -659,7 +697,7 @@ class ChunkRun:
         model = window.model
         self.window, self.model, self.start = window, model, start
         own = clips.frames(start, start + window.size)
-        camera = model.camera(own.motion, own.focal)
+        camera = model.camera(own)
         # A chunk has one prompt: its first frame's.
         rows = torch.arange(len(own.text), device=own.text.device)
         text = model.text(own.text[rows, own.switched[:, 0].long()]).unsqueeze(1)

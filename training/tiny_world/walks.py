@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through the village: held keys, and where they lead.
+"""Walks through the village: what is held, and where it leads.
 
-One set of held keys a latent frame, turned into positions as `camera.py` does it: look first, then move in the plane.
-What the network is told (`relative`) is the command; walls and trunks stop or deflect the walker all the same.
+The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the village's walls, so training, truth
+and server agree. A walk's first latent frame is the start image: nothing held moves it. The network is given the motion
+that really happened.
 Everything is drawn from one seed on the CPU, so a walk is the same on every machine.
 Held by tests/training/tiny_world/test_walks.py.
 """
@@ -10,22 +11,29 @@ Held by tests/training/tiny_world/test_walks.py.
 # N walks, L latent frames, T = 4 (L - 1) + 1 video frames
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 
 from training.tiny_world.village import PERIOD, Village, wrap
-from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE, PITCH_DEGREES, YAW_DEGREES
+from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
+from vllm_omni.worlds.grid import OccupancyGrid
+from vllm_omni.worlds.movement import PITCH_DEGREES, YAW_DEGREES, Motion, inverse_poses, move_cameras, rotation
 
 STEP_M = 0.5
 """What one latent frame with a movement key covers: 2 m/s at 16 frames a second."""
-_LARGEST_PITCH = 33
+_GRID_CELLS = 300
+"""Of the occupancy grid's side: a cell is 10 cm."""
+_COMMON_PITCH, _RARE_PITCH = 33, 80
+"""Degrees that most walkers, and one in eight, look up or down at most."""
 KEYS = ACTION_SPACE.button_names
 _BIT = {key: 1 << index for index, key in enumerate(KEYS)}
 
 # (keys, weight): what a random walker holds next
 _HABITS = (
-    ("w", 0.34), ("wl", 0.12), ("wj", 0.12), ("l", 0.10), ("j", 0.10), ("", 0.04), ("s", 0.03), ("a", 0.03),
+    ("w", 0.40), ("wl", 0.13), ("wj", 0.13), ("l", 0.05), ("j", 0.05), ("", 0.03), ("s", 0.04), ("a", 0.03),
     ("d", 0.03), ("wa", 0.015), ("wd", 0.015), ("i", 0.02), ("k", 0.02), ("li", 0.01), ("jk", 0.01),
 )  # fmt: skip
 
@@ -33,7 +41,7 @@ _HABITS = (
 @dataclass(frozen=True)
 class Walks:
     """keys: uint8 [N, L], bits in the order of `KEYS`. positions [N, L, 2] in metres (x, z), yaw and pitch [N, L] in
-    radians. relative: fp32 [N, L, 3, 4], the commanded pose relative to the one before, a step being one unit long.
+    radians. relative: fp32 [N, L, 3, 4], each pose relative to the one before, a step being one unit long.
     """
 
     keys: torch.Tensor
@@ -50,45 +58,59 @@ class Walks:
         return _between(self.positions), _between(self.yaw[..., None])[..., 0], _between(self.pitch[..., None])[..., 0]
 
     def held(self, walk: int) -> list[str]:
-        """The keys of one walk as `integrate_actions` takes them."""
+        """The keys of one walk, a string for each latent frame."""
         return ["".join(key for key in KEYS if bits & _BIT[key]) for bits in self.keys[walk].tolist()]
 
+    def world_poses(self) -> torch.Tensor:
+        """Camera-to-world poses in metres, fp64 [N, L, 4, 4]."""
+        return poses_of(self.positions, self.yaw, self.pitch)
+
     def part(self, begin: int, end: int) -> "Walks":
-        return Walks(*(value[begin:end] for value in (self.keys, self.positions, self.yaw, self.pitch, self.relative)))
+        return Walks(*(getattr(self, field.name)[begin:end] for field in fields(self)))
 
 
-def random_walks(number: int, length: int, seed: int, *, drills: float = 0.3) -> Walks:
-    """Draw walks from free places. drills: share that turns in place, or away and back, instead of wandering."""
+def poses_of(positions: torch.Tensor, yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
+    """Poses, fp64 [..., 4, 4], of cameras at x, z [..., 2] that look at yaw and pitch [...], radians."""
+    yaw_N, pitch_N = (torch.rad2deg(angle.double().flatten()) for angle in (yaw, pitch))
+    poses = torch.eye(4, dtype=torch.float64).repeat(len(yaw_N), 1, 1)
+    poses[:, :3, :3] = rotation(1, yaw_N) @ rotation(0, pitch_N)
+    poses[:, 0:3:2, 3] = positions.double().flatten(0, -2)
+    return poses.view(*yaw.shape, 4, 4)
+
+
+@cache
+def village_grid() -> OccupancyGrid:
+    """Where a walker of the village cannot stand: in an obstacle, or nearer to it than its clearance."""
+    middle = (torch.arange(_GRID_CELLS, dtype=torch.float64) + 0.5) / _GRID_CELLS - 0.5
+    z, x = torch.meshgrid(-middle * PERIOD, middle * PERIOD, indexing="ij")
+    return OccupancyGrid(_obstructed(torch.stack((x, z), dim=-1), Village.build().obstacles_N6.double()), PERIOD)
+
+
+def random_walks(number: int, length: int, seed: int, *, drills: float = 0.1) -> Walks:
+    """Draw walks from free places, at arm's length of walls as well.
+
+    A walker wanders and turns away from walls, walks into them, stands still for up to a minute, spins, presses keys at
+    random, or moves with a stick at any speed; each for a while. drills: share that only turns in place, or away and
+    back.
+    """
     generator = torch.Generator().manual_seed(seed)
     start, yaw = free_places(number, generator)
     drill = _drills(number, length, generator)
     is_drill = torch.rand(number, generator=generator) < drills
     walker = _Walker(start, yaw)
-    weights = torch.tensor([weight for _, weight in _HABITS])
-    codes = torch.tensor([sum(_BIT[key] for key in keys) for keys, _ in _HABITS], dtype=torch.uint8)
-    holding = torch.zeros(number, dtype=torch.uint8)
-    left = torch.zeros(number, dtype=torch.long)
+    draws = _Habits(number, generator)
     for latent in range(length):
-        fresh = codes[torch.multinomial(weights, number, replacement=True, generator=generator)]
-        span = torch.randint(2, 8, (number,), generator=generator)
-        evade = torch.where(torch.rand(number, generator=generator) < 0.5, _BIT["j"], _BIT["l"]).to(torch.uint8)
-        careless = torch.rand(number, generator=generator) < 0.03
-        over = left <= 0
-        holding, left = torch.where(over, fresh, holding), torch.where(over, span, left) - 1
-        # a walker turns away from what is in the way, and keeps turning until the way is free
-        stuck = ((holding & _BIT["w"]) > 0) & walker.blocked_ahead() & ~careless
-        turning = ((holding & (_BIT["j"] | _BIT["l"])) > 0) & ((holding & _BIT["w"]) == 0)
-        evade = torch.where(turning, holding, evade)
-        holding = torch.where(stuck, evade, holding)
-        left = torch.where(stuck, torch.randint(3, 9, (number,), generator=generator), left)
-        holding = walker.level(holding)
-        walker.step(torch.where(is_drill, drill[:, latent], holding))
+        keys, scale = draws.next(walker)
+        keys = torch.where(is_drill, drill[:, latent], keys)
+        walker.step(walker.level(keys, draws.largest_pitch), torch.where(is_drill, 1.0, scale))
     return walker.walks()
 
 
-def scripted_walks(start_N2: torch.Tensor, yaw_N: torch.Tensor, keys_NL: torch.Tensor) -> Walks:
-    """Walk given keys (bits as in `Walks.keys`) from given places."""
-    walker = _Walker(start_N2, yaw_N)
+def scripted_walks(
+    start_N2: torch.Tensor, yaw_N: torch.Tensor, keys_NL: torch.Tensor, pitch_N: torch.Tensor | None = None
+) -> Walks:
+    """Walk given keys (bits as in `Walks.keys`) from given places; pitch_N: radians, None = level."""
+    walker = _Walker(start_N2, yaw_N, pitch_N)
     for latent in range(keys_NL.shape[1]):
         walker.step(keys_NL[:, latent])
     return walker.walks()
@@ -99,20 +121,86 @@ def key_bits(keys: str) -> int:
 
 
 def free_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places where nothing is in the way, [number, 2] metres, and headings in radians."""
-    obstacles = Village.build().obstacles_N6
+    """Places that can be entered, [number, 2] metres, and headings in radians."""
     draws = (torch.rand(number * 4 + 64, 2, generator=generator) - 0.5) * PERIOD
-    free = draws[~_blocked(draws, obstacles, 0.2)][:number]
+    free = draws[~village_grid().blocked(draws.double())][:number]
     yaw = torch.rand(number, generator=generator) * 2 * math.pi
     assert len(free) == number, "most of the village is free"
     return free, yaw
+
+
+class _Habits:
+    """What many random walkers hold: each keeps to one way of playing for a while, then draws another."""
+
+    # way of playing: weight, shortest and longest latent frames (drawn evenly in their logarithm)
+    WAYS = {
+        "wander": (0.55, 8, 60),
+        "careless": (0.12, 4, 24),
+        "idle": (0.14, 2, 240),
+        "spin": (0.03, 8, 120),
+        "mash": (0.10, 2, 24),
+        "stick": (0.08, 4, 40),
+    }
+
+    def __init__(self, number: int, generator: torch.Generator) -> None:
+        self.number, self.generator = number, generator
+        self.codes = torch.tensor([key_bits(keys) for keys, _ in _HABITS], dtype=torch.uint8)
+        self.weights = torch.tensor([weight for _, weight in _HABITS])
+        self.ways = torch.tensor([weight for weight, _, _ in self.WAYS.values()])
+        self.spans = torch.tensor([[low, high] for _, low, high in self.WAYS.values()], dtype=torch.float64)
+        self.way = torch.zeros(number, dtype=torch.long)
+        self.way_left = torch.zeros(number)
+        self.keys = torch.zeros(number, dtype=torch.uint8)
+        self.keys_left = torch.zeros(number, dtype=torch.long)
+        self.scale = torch.ones(number, dtype=torch.float64)
+        self.evading = torch.zeros(number, dtype=torch.bool)
+        rare = self._uniform() < 1 / 8
+        self.largest_pitch = torch.where(rare, _RARE_PITCH, _COMMON_PITCH)
+
+    def next(self, walker: "_Walker") -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what each walker holds in the next latent frame, uint8 [N], and the scale of its motion."""
+        names = list(self.WAYS)
+        fresh = self.way_left <= 0
+        way = torch.multinomial(self.ways, self.number, replacement=True, generator=self.generator)
+        low, high = self.spans[way].unbind(1)
+        self.way = torch.where(fresh, way, self.way)
+        self.way_left = torch.where(fresh, low * (high / low) ** self._uniform(), self.way_left) - 1
+        is_way = {name: self.way == index for index, name in enumerate(names)}
+
+        over = fresh | (self.keys_left <= 0) | is_way["mash"]
+        drawn = self.codes[torch.multinomial(self.weights, self.number, replacement=True, generator=self.generator)]
+        mashed = torch.randint(256, (self.number,), generator=self.generator).to(torch.uint8)
+        mashed &= torch.randint(256, (self.number,), generator=self.generator).to(torch.uint8)
+        drawn = torch.where(is_way["mash"], mashed, drawn)
+        side = torch.where(self._uniform() < 0.5, _BIT["j"], _BIT["l"]).to(torch.uint8)
+        drawn = torch.where(is_way["spin"], side, torch.where(is_way["idle"], 0, drawn))
+        whole_way = is_way["spin"] | is_way["idle"]
+        span = torch.where(whole_way, 10_000, torch.randint(2, 9, (self.number,), generator=self.generator))
+        self.keys = torch.where(over, drawn, self.keys)
+        self.keys_left = torch.where(over, span, self.keys_left) - 1
+        speed = torch.where(is_way["stick"], 0.15 + 2.0 * self._uniform(), 1.0)
+        self.scale = torch.where(over, speed, self.scale)
+
+        # a wanderer turns away from what is in the way until it is free, then walks on
+        blocked = walker.blocked_ahead()
+        free_again = self.evading & ~blocked & ~fresh
+        self.keys = torch.where(free_again, _BIT["w"], self.keys).to(torch.uint8)
+        stuck = is_way["wander"] & ((self.keys & _BIT["w"]) > 0) & blocked
+        slides = self._uniform() < 0.6  # along what is in the way, while it turns
+        self.keys = torch.where(stuck & ~self.evading, torch.where(slides, side | _BIT["w"], side), self.keys)
+        self.keys_left = torch.where((stuck & ~self.evading) | free_again, span, self.keys_left)
+        self.evading = stuck | (self.evading & blocked & ~over)
+        return self.keys, self.scale
+
+    def _uniform(self) -> torch.Tensor:
+        return torch.rand(self.number, generator=self.generator, dtype=torch.float64)
 
 
 def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """uint8 [number, length]: one direction all along, or away for some latents and back for as many."""
     direction = torch.where(torch.rand(number, generator=generator) < 0.5, _BIT["j"], _BIT["l"])
     back = torch.where(direction == _BIT["j"], _BIT["l"], _BIT["j"])
-    period = torch.randint(3, 10, (number,), generator=generator)
+    period = torch.randint(3, 16, (number,), generator=generator)
     pause = torch.randint(0, 3, (number,), generator=generator)
     returns = torch.rand(number, generator=generator) < 0.6
     walks = torch.rand(number, generator=generator) < 0.15
@@ -126,65 +214,55 @@ def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tenso
 class _Walker:
     """Many walkers at once; remembers every latent frame."""
 
-    def __init__(self, start_N2: torch.Tensor, yaw_N: torch.Tensor) -> None:
-        self.position, self.yaw = start_N2.clone().double(), yaw_N.clone().double()
-        self.pitch = torch.zeros_like(self.yaw)
-        self.degrees = torch.zeros_like(self.yaw)
-        self.obstacles = Village.build().obstacles_N6.double()
+    def __init__(self, start_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Tensor | None = None) -> None:
+        self.yaw = torch.rad2deg(yaw_N.double())
+        self.degrees = torch.zeros_like(self.yaw) if pitch_N is None else torch.rad2deg(pitch_N.double())
+        self.poses = poses_of(start_N2, yaw_N, torch.deg2rad(self.degrees))
         self.rows: list[tuple[torch.Tensor, ...]] = []
 
-    def level(self, keys: torch.Tensor) -> torch.Tensor:
-        """Let go of look keys that would go beyond what the walks show."""
-        up = ((keys & _BIT["i"]) > 0) & (self.degrees + PITCH_DEGREES > _LARGEST_PITCH)
-        down = ((keys & _BIT["k"]) > 0) & (self.degrees - PITCH_DEGREES < -_LARGEST_PITCH)
+    def level(self, keys: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        """Let go of look keys that would go beyond what a walk shows, degrees."""
+        up = ((keys & _BIT["i"]) > 0) & (self.degrees + 3 * PITCH_DEGREES > largest)
+        down = ((keys & _BIT["k"]) > 0) & (self.degrees - 3 * PITCH_DEGREES < -largest)
         return torch.where(up, _BIT["k"], torch.where(down, _BIT["i"], keys)).to(torch.uint8)
 
     def blocked_ahead(self) -> torch.Tensor:
-        ahead = torch.stack((self.yaw.sin(), self.yaw.cos()), dim=1)
-        probes = torch.stack([self.position + ahead * STEP_M * step for step in (1, 2, 4)])
-        return _blocked(probes, self.obstacles).any(dim=0)
+        ahead = torch.stack((torch.deg2rad(self.yaw).sin(), torch.deg2rad(self.yaw).cos()), dim=1)
+        position = self.poses[:, 0:3:2, 3]
+        probes = torch.stack([position + ahead * STEP_M * step for step in (1, 2)])
+        return village_grid().blocked(probes).any(dim=0)
 
-    def step(self, keys_N: torch.Tensor) -> None:
-        held = {key: ((keys_N & bit) > 0).double() for key, bit in _BIT.items()}
-        pitch_before = self.pitch
-        turn = math.radians(YAW_DEGREES) * (held["l"] - held["j"])
-        look = PITCH_DEGREES * (held["i"] - held["k"])
-        self.degrees = self.degrees + look
-        self.pitch = torch.deg2rad(self.degrees)
-        ahead, aside = held["w"] - held["s"], held["d"] - held["a"]
-        # the command, seen from the pose before: R_before^T R and R_before^T (step)
-        relative = torch.zeros(len(keys_N), 3, 4, dtype=torch.float64)
-        before = _rotation_x(pitch_before)
-        relative[:, :, :3] = before.mT @ _rotation_y(turn) @ _rotation_x(self.pitch)
-        step = torch.stack(
-            (turn.cos() * aside + turn.sin() * ahead, torch.zeros_like(turn), turn.cos() * ahead - turn.sin() * aside),
-            dim=1,
-        )
-        relative[:, :, 3] = (before.mT @ step[..., None])[..., 0]
-        self.yaw = self.yaw + turn
-        cos, sin = self.yaw.cos(), self.yaw.sin()
-        move = STEP_M * torch.stack((cos * aside + sin * ahead, cos * ahead - sin * aside), dim=1)
-        if self.rows:  # the first latent frame is the picture the walk starts from
-            self._move(move)
+    def step(self, keys_N: torch.Tensor, scale_N: torch.Tensor | float = 1.0) -> None:
+        before = self.poses
+        if self.rows:  # the first latent frame is the image the walk starts from
+            motion = _motion(keys_N, scale_N)
+            self.poses, degrees = move_cameras(before, self.degrees, motion, STEP_M, village_grid())
+            self.yaw, self.degrees = self.yaw + motion.yaw_degrees, degrees
+        relative = (inverse_poses(before) @ self.poses)[:, :3]
+        relative[:, :, 3] /= STEP_M
+        position = self.poses[:, 0:3:2, 3]
+        yaw, pitch = torch.deg2rad(self.yaw), torch.deg2rad(self.degrees)
         self.rows.append(
-            (keys_N.to(torch.uint8), self.position.float(), self.yaw.float(), self.pitch.float(), relative.float())
+            (keys_N.to(torch.uint8), position.float(), yaw.float(), pitch.float(), relative.float())
         )
-
-    def _move(self, move_N2: torch.Tensor) -> None:
-        goal = self.position
-        done = torch.zeros(len(goal), dtype=torch.bool)
-        for part in ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0)):  # whole, else along x, else along z, else not at all
-            candidate = self.position + move_N2 * torch.tensor(part, dtype=torch.float64)
-            free = ~_blocked(candidate, self.obstacles) & ~done
-            goal = torch.where(free[:, None], candidate, goal)
-            done |= free
-        self.position = goal
 
     def walks(self) -> Walks:
         return Walks(*(torch.stack(values, dim=1) for values in zip(*self.rows, strict=True)))
 
 
-def _blocked(places: torch.Tensor, obstacles_N6: torch.Tensor, extra: float = 0.0) -> torch.Tensor:
+def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> Motion:
+    """The motion of keys as bits; scale: of all of it, as a stick gives it."""
+    held = {key: ((keys_N & bit) > 0).double() * scale_N for key, bit in _BIT.items()}
+    return Motion(
+        ahead=held["w"] - held["s"],
+        aside=held["d"] - held["a"],
+        up=torch.zeros_like(held["w"]),
+        yaw_degrees=YAW_DEGREES * (held["l"] - held["j"]),
+        pitch_degrees=PITCH_DEGREES * (held["i"] - held["k"]),
+    )
+
+
+def _obstructed(places: torch.Tensor, obstacles_N6: torch.Tensor) -> torch.Tensor:
     """Whether a place [..., 2] is nearer to an obstacle (a turned rectangle) than its clearance."""
     x, z, width, depth, heading, clearance = obstacles_N6.to(places.dtype).unbind(1)
     dx, dz = places[..., :1] - x, places[..., 1:] - z
@@ -192,17 +270,7 @@ def _blocked(places: torch.Tensor, obstacles_N6: torch.Tensor, extra: float = 0.
     cos, sin = heading.cos(), heading.sin()
     along = ((cos * dx - sin * dz).abs() - width).clamp(min=0)
     away = ((sin * dx + cos * dz).abs() - depth).clamp(min=0)
-    return (torch.hypot(along, away) < clearance + extra).any(dim=-1)
-
-
-def _rotation_x(angle_N: torch.Tensor) -> torch.Tensor:
-    cos, sin, one, zero = angle_N.cos(), angle_N.sin(), torch.ones_like(angle_N), torch.zeros_like(angle_N)
-    return torch.stack((one, zero, zero, zero, cos, -sin, zero, sin, cos), dim=1).view(-1, 3, 3)
-
-
-def _rotation_y(angle_N: torch.Tensor) -> torch.Tensor:
-    cos, sin, one, zero = angle_N.cos(), angle_N.sin(), torch.ones_like(angle_N), torch.zeros_like(angle_N)
-    return torch.stack((cos, zero, sin, zero, one, zero, -sin, zero, cos), dim=1).view(-1, 3, 3)
+    return (torch.hypot(along, away) < clearance).any(dim=-1)
 
 
 def _between(values_NLC: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from training.tiny_world.transformer import CONDITION, LATENTS, Clips, Sizes
+from training.tiny_world.village import PERIOD
+from vllm_omni.model_executor.models.lingbot_world.world_pose import frame_features
 
 CONDITION_FRAMES = 6
 """Latent frames of the condition that a shard holds; all later ones equal the last."""
@@ -27,7 +29,7 @@ CONDITION_FRAMES = 6
 SHIPPED = Path(__file__).parents[2] / "vllm_omni" / "worlds" / "village"
 """The shipped world, whose text encoder all training goes by."""
 
-_FIELDS = ("latents", "condition", "relative", "focal", "style", "twin")
+_FIELDS = ("latents", "condition", "relative", "positions", "angles", "focal", "style", "twin")
 
 
 class Prompts:
@@ -68,6 +70,8 @@ class Shard:
             "latents": (num, frames, LATENTS, *sizes.grid),
             "condition": (num, CONDITION_FRAMES, LATENTS, *sizes.grid),
             "relative": (num, frames, 3, 4),
+            "positions": (num, frames, 2),
+            "angles": (num, frames, 2),
             "focal": (num,),
             "style": (num,),
             "twin": (num,),
@@ -82,6 +86,10 @@ class Shard:
         self.latents = fields["latents"].to(device, torch.float16)
         self.condition = fields["condition"].to(device, torch.float16)
         self.motion = fields["relative"].to(device, torch.float32)
+        positions = fields["positions"].to(device, torch.float64)
+        self.place = frame_features(positions.flatten(0, 1), PERIOD).float().unflatten(0, (num, frames))
+        yaw, pitch = fields["angles"].to(device, torch.float32).unbind(-1)
+        self.rotation = rotations(yaw, pitch)
         self.focal = away.argmin(dim=1).to(device)
         self.style = fields["style"].to(device, torch.int64)
         self.twin = fields["twin"].to(device, torch.int64)
@@ -122,6 +130,13 @@ def find_shards(folder: Path, rank: int, world: int) -> list[Path]:
     return own
 
 
+def rotations(yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
+    """Camera-to-world rotations [..., 3, 3] of radians to the right and upwards."""
+    cy, sy, cp, sp = yaw.cos(), yaw.sin(), pitch.cos(), pitch.sin()
+    zero = torch.zeros_like(yaw)
+    return torch.stack((cy, sy * sp, sy * cp, zero, cp, -sp, -sy, cy * sp, cy * cp), dim=-1).unflatten(-1, (3, 3))
+
+
 @dataclass(frozen=True)
 class Mix:
     """How batches are drawn; probabilities of a clip unless said otherwise.
@@ -130,7 +145,9 @@ class Mix:
     far_frames latent frames after the start, with sinks of another walk; other_sink: of those, sinks of any style.
     few: of a chunk's noise, that it is one of the few steps' sigmas (`sigmas`); else continuous with `shift`.
     noisy_context, context_sigma: of a clean chunk, that it is noised, and by how much at most.
-    second_chunk: weight of frames 3 to 5, which have the least to go by.
+    second_chunk: weight of frames 3 to 5, which have the least to go by. unknown: the world pose is left out.
+    crop: latent frames of a packed clip; the sinks are the walk's first, the rest a run from anywhere in it (start: from
+    its beginning). other_context: clips whose clean frames are another walk's, so that the pose decides.
     """
 
     sigmas: tuple[float, ...]
@@ -143,6 +160,10 @@ class Mix:
     noisy_context: float = 0.6
     context_sigma: float = 0.3
     second_chunk: float = 1.5
+    unknown: float = 0.15
+    crop: int = 36
+    start: float = 0.3
+    other_context: float = 0.05
 
 
 def few_step_sigmas(shift: float = 5.0, indices: Sequence[int] = (0, 250, 500, 750)) -> tuple[float, ...]:
@@ -161,28 +182,54 @@ class Batch:
 
 
 class Sampler:
-    """Draws batches from a shard. chunk_B: each clip's chunk length, fixed by its place in the batch."""
+    """Draws batches from a shard. chunk_B: each clip's chunk length, fixed by its place in the batch.
 
-    def __init__(self, shard: Shard, prompts: Prompts, sizes: Sizes, mix: Mix, chunk_B: torch.Tensor) -> None:
+    whole: batches hold whole clips, from their beginning; else they are crops (`Mix.crop`).
+    """
+
+    def __init__(
+        self, shard: Shard, prompts: Prompts, sizes: Sizes, mix: Mix, chunk_B: torch.Tensor, *, whole: bool = False
+    ) -> None:
         self.shard, self.prompts, self.sizes, self.mix = shard, prompts, sizes, mix
         self.device = shard.latents.device
+        self.frames = shard.frames if whole else min(mix.crop, shard.frames)
         self.chunk_B1 = chunk_B.to(self.device).unsqueeze(1)
-        self.frame_F = torch.arange(shard.frames, device=self.device)
+        self.frame_F = torch.arange(self.frames, device=self.device)
         self.first_BF = self.frame_F // self.chunk_B1 * self.chunk_B1
         """The first frame of each frame's chunk."""
         self.few = torch.tensor(mix.sigmas, device=self.device)
-        self.condition_frame_F = self.frame_F.clamp(max=CONDITION_FRAMES - 1)
 
     def draw(self) -> Batch:
         """A batch of sessions of every kind."""
         batch = len(self.chunk_B1)
         index = torch.randint(len(self.shard), (batch,), device=self.device)
-        return self.batch(index, self._chance(batch, self.mix.switch), self._chance(batch, self.mix.far))
+        return self.batch(
+            index,
+            self._chance(batch, self.mix.switch),
+            self._chance(batch, self.mix.far),
+            self._chance(batch, self.mix.unknown),
+            self.crops(batch),
+        )
 
-    def batch(self, index_B: torch.Tensor, switches_B: torch.Tensor, far_B: torch.Tensor) -> Batch:
-        """A batch of given clips; `switches_B` holds where a clip has a twin."""
+    def crops(self, batch: int) -> torch.Tensor:
+        """How many latent frames each crop leaves out after its sinks, a multiple of three; [batch]."""
+        most = (self.shard.frames - self.frames) // 3
+        drawn = 3 * (torch.rand(batch, device=self.device) * (most + 1)).long()
+        return torch.where(self._chance(batch, self.mix.start), 0, drawn)
+
+    def batch(
+        self,
+        index_B: torch.Tensor,
+        switches_B: torch.Tensor,
+        far_B: torch.Tensor,
+        unknown_B: torch.Tensor | None = None,
+        crop_B: torch.Tensor | None = None,
+    ) -> Batch:
+        """A batch of given clips; `switches_B` holds where a clip has a twin. unknown_B, crop_B: None = never, none."""
         shard, sizes, batch = self.shard, self.sizes, len(index_B)
         sink_F = self.frame_F < sizes.sink
+        crop_B = torch.zeros_like(index_B) if crop_B is None else crop_B
+        frame_BF = self.frame_F + torch.where(sink_F, 0, crop_B.unsqueeze(1))
         style = shard.style[index_B]
         sink_clip = torch.where(far_B, self._another_walk(style), index_B)
         sink_style = shard.style[sink_clip]
@@ -197,14 +244,17 @@ class Sampler:
 
         walk = torch.where(sink_F, sink_clip.unsqueeze(1), index_B.unsqueeze(1))
         filmed = torch.where(switched, other.unsqueeze(1), walk)
-        latents = shard.latents[filmed, self.frame_F].float()
-        motion = shard.motion[walk, self.frame_F]
+        latents = shard.latents[filmed, frame_BF].float()
+        motion = shard.motion[walk, frame_BF]
+        known = 1.0 if unknown_B is None else (~unknown_B).float().view(-1, 1, 1)
+        place = shard.place[walk, frame_BF] * known
+        rotation = shard.rotation[walk, frame_BF] * (known if isinstance(known, float) else known.unsqueeze(-1))
 
         # Whoever is far from the start has long been on the condition's last frame.
         last = far_B.unsqueeze(1) & ~sink_F
-        row = torch.where(last, CONDITION_FRAMES - 1, self.condition_frame_F)
+        row = torch.where(last, CONDITION_FRAMES - 1, frame_BF.clamp(max=CONDITION_FRAMES - 1))
         image = shard.condition[sink_clip.unsqueeze(1), row].float()
-        mask = image.new_zeros(batch, shard.frames, CONDITION - LATENTS, *sizes.grid)
+        mask = image.new_zeros(batch, self.frames, CONDITION - LATENTS, *sizes.grid)
         mask[:, 0] = 1
         shift = (torch.rand(batch, 1, device=self.device) * self.mix.far_frames).long() * far_B.unsqueeze(1)
 
@@ -214,13 +264,24 @@ class Sampler:
             focal=shard.focal[index_B],
             text=torch.stack((self.prompts.draw(sink_style), self.prompts.draw(shard.style[other])), dim=1),
             switched=switched,
-            positions=self.frame_F + shift * ~sink_F,
+            positions=frame_BF + shift * ~sink_F,
+            rotation=rotation,
+            place=place,
         )
-        # Behind foreign sinks alone, the first frames of a far clip could be anything.
+        # Without what was shown before them and without a pose, the first frames after a gap could be anything.
+        gap = far_B | (crop_B > 0)
+        lost = gap if unknown_B is None else gap & unknown_B
         second = (self.frame_F >= sizes.sink) & (self.frame_F < sizes.sink + 3)
-        weights = torch.ones(batch, shard.frames, device=self.device)
-        weights = torch.where(second, torch.where(far_B.unsqueeze(1), 0.0, self.mix.second_chunk), weights)
+        weights = torch.ones(batch, self.frames, device=self.device)
+        second_weight = torch.where(gap, torch.where(lost, 0.0, 1.0), self.mix.second_chunk)
+        weights = torch.where(second, second_weight.unsqueeze(1), weights)
         return Batch(latents, clips, weights)
+
+    def context(self, latents: torch.Tensor) -> torch.Tensor:
+        """Clean frames as training shows them: noised a little, and some clips' exchanged for their neighbour's."""
+        swapped = self._chance(len(latents), self.mix.other_context).view(-1, 1, 1, 1, 1)
+        shown = torch.where(swapped, latents.roll(1, dims=0), latents)
+        return noised(shown, self.context_levels(), torch.randn_like(latents))
 
     def noise_levels(self) -> torch.Tensor:
         """A sigma for each frame, the same throughout a chunk; [B, F]."""
@@ -241,7 +302,7 @@ class Sampler:
 
     def _num_switches(self) -> torch.Tensor:
         """[B, 1]: chunks at which a prompt may change."""
-        return (self.shard.frames - self.sizes.sink) // self.chunk_B1
+        return (self.frames - self.sizes.sink) // self.chunk_B1
 
     def _chance(self, shape: int | torch.Size, probability: float) -> torch.Tensor:
         return torch.rand(shape, device=self.device) < probability
@@ -278,6 +339,8 @@ def synthetic_shard(num: int, frames: int, sizes: Sizes, seed: int = 0) -> dict[
         "latents": latents.half(),
         "condition": latents[:, :CONDITION_FRAMES].half(),
         "relative": torch.stack(matrix, dim=-1).view(num, frames, 3, 4),
+        "positions": torch.randn(num, frames, 2, generator=generator),
+        "angles": torch.stack((turn.cumsum(1), zero), dim=-1),
         "focal": torch.tensor(sizes.focals)[torch.arange(num) % len(sizes.focals)],
         "style": style.to(torch.uint8),
         "twin": torch.where(torch.arange(num) < num - 1, torch.arange(num) + 1, -1),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from training.tiny_world.render import FOCAL
 from training.tiny_world.transformer import (
     ChunkRun,
     Clips,
@@ -20,6 +21,8 @@ from training.tiny_world.transformer import (
     roll_out,
     visibility,
 )
+from training.tiny_world.village import PERIOD
+from training.tiny_world.walks import poses_of
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world.camera import (
@@ -31,6 +34,7 @@ from vllm_omni.model_executor.models.lingbot_world.camera import (
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
+from vllm_omni.model_executor.models.lingbot_world.world_pose import frame_features, world_features
 
 FRAMES = 21
 SIZES = Sizes(
@@ -99,7 +103,33 @@ def _clips(batch: int, *, far: int = 0, switch_at: int = FRAMES) -> Clips:
         text=text,
         switched=(frames >= switch_at).expand(batch, -1),
         positions=positions.expand(batch, -1),
+        **_world(batch),
     )
+
+
+def _world(batch: int) -> dict[str, torch.Tensor]:
+    """The world poses of clips; those of the last clip are unknown."""
+    poses = _world_poses(batch)
+    known = torch.ones(batch, 1, 1)
+    known[-1] = 0
+    place = torch.stack([frame_features(clip[:, 0:3:2, 3], PERIOD) for clip in poses]).float() * known
+    return {"rotation": poses[..., :3, :3].float() * known.unsqueeze(-1), "place": place}
+
+
+def _world_poses(batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    places = 40 * torch.randn(batch, FRAMES, 2, generator=generator)
+    yaw, pitch = torch.randn(2, batch, FRAMES, generator=generator)
+    return poses_of(places, yaw, 0.3 * pitch)
+
+
+def _features(clips: Clips, clip: int, own: slice) -> torch.Tensor:
+    height, width = 8 * SIZES.grid[0], 8 * SIZES.grid[1]
+    focal = torch.tensor([[FOCAL * width, FOCAL * width, width / 2, height / 2]], dtype=torch.float64)
+    known = bool(clips.place[clip, 0, -1])
+    poses = _world_poses(len(clips.focal))[clip, own] if known else None
+    count = own.stop - own.start
+    return world_features(poses, focal.expand(count, 4), height, width, PERIOD)
 
 
 def _rope(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +161,9 @@ def _serve(model, clips, clip, clean, noisy, timesteps, chunk) -> torch.Tensor:
             "condition": clips.condition[clip, own].transpose(0, 1),
             "frames": frames,
             "rope": _rope(clips.positions[clip, own].tolist()),
-            "camera": model.camera_modulation(camera_map(pose, intrinsics, height, width)),
+            "camera": model.camera_modulation(
+                camera_map(pose, intrinsics, height, width), _features(clips, clip, own)
+            ),
             "cross_kv": model.cross_attention_kv(clips.text[clip, int(clips.switched[clip, start])]),
             "window": window,
         }
