@@ -71,6 +71,13 @@ def world_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> d
     return worker.chunk(session_id, image, actions=keys, **{**first, **fields})
 
 
+def placed_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    """A chunk of a world with poses; the first one says where its image was taken."""
+    start = {"x_m": 1.0, "z_m": 1.0, "heading_degrees": 10.0}
+    options = {"options": {"start_pose": start}} if index == 0 else {}
+    return world_chunk(worker, session_id, index, **options, **fields)
+
+
 def game_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
     """No prompt: where one would be new, another key is."""
     keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]

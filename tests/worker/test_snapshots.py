@@ -13,6 +13,7 @@ from helpers.snapshot_steps import (
     Worker,
     frame_chunk,
     game_chunk,
+    placed_chunk,
     played_chunk,
     text_chunk,
     video_chunk,
@@ -40,6 +41,13 @@ def lingbot_pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def lingbot_poses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lingbot_poses")
+    get_family("lingbot_world").make_tiny(folder, 0, "world")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def matrix_game(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("matrix_game")
     get_family("matrix_game").make_tiny(folder, 0, "original")
@@ -60,6 +68,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world of buttons and axes": ("null_world", {"actions": PLAY}, played_chunk, 3),
     "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),
     "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
+    "world with poses, its start unknown": ("lingbot_poses", SMALL, world_chunk, 2),
+    "world with poses, its start given": ("lingbot_poses", SMALL, placed_chunk, 2),
     "world as SGLang's": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 3),
     "world as SGLang's, before it repeats": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 1),
     "world as SGLang's, lazy": (

@@ -22,18 +22,18 @@ from PIL import Image, ImageDraw
 
 from training.tiny_world.export import VIEWS
 from training.tiny_world.prompts import PROMPTS
-from training.tiny_world.render import Renderer
+from training.tiny_world.render import FOCAL, Renderer
 from training.tiny_world.village import CHURCH, HOUSES, PERIOD, PINES, ROOFS, STYLES, TOWER, TREES, WELL, Colour
-from training.tiny_world.walks import STEP_M, Walks, key_bits, scripted_walks
+from training.tiny_world.walks import STEP_M, Walks, key_bits, scripted_walks, village_grid
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.model_executor.models.lingbot_world.camera import MOVE_UNIT
-from vllm_omni.worlds.card import CARD, StartPicture, Tour, WorldCard, WorldMap, WorldPrompt, read_card
+from vllm_omni.worlds.card import CARD, StartPicture, Tour, WorldCard, WorldGrid, WorldMap, WorldPrompt, read_card
 from vllm_omni.worlds.manifest import Manifest, write_manifest
 
 DOMAIN = "tiny_village"
 WRITE_AGAIN = "vllm-omni make-world DIR"
 FPS = 16
-MAP, TRUTH = "map.png", "tour.mp4"
+MAP, GRID, TRUTH = "map.png", "grid.png", "tour.mp4"
 ABOUT = (
     "A small village on a green square, and nothing else: a picture from elsewhere is taken, but within a few steps it "
     "turns into something like the village."
@@ -61,7 +61,9 @@ def world_card(*, decoder: str = "tiny", truth: bool = True) -> WorldCard:
             for style in STYLES
             for name, x, z, heading in VIEWS
         ),
+        focal=FOCAL,
         map=WorldMap(file=MAP, side_m=PERIOD),
+        grid=WorldGrid(file=GRID, side_m=PERIOD),
         tour=Tour(start=start, seed=7, keys=keys, prompts=_TOUR_PROMPTS, truth=TRUTH if truth else None),
         model={"decoder": decoder},
     )
@@ -134,6 +136,7 @@ def complete(folder: Path, *, decoder: str = "tiny", truth: bool = True, compile
     """Write card, map, tour and manifest into a checkpoint directory. truth: render the tour's video anew."""
     card = world_card(decoder=decoder)
     (folder / CARD).write_text(json.dumps(msgspec.to_builtins(card), indent=1) + "\n")
+    village_grid().write(folder / GRID)
     draw_map().quantize(128, dither=Image.Dither.NONE).save(folder / MAP, optimize=True)
     if truth:
         frames_THWC = render_tour(card, Renderer(compiled=compiled, frames_per_call=4))

@@ -8,6 +8,7 @@ On a GPU this model is so small that the host's work for each session is what ta
 out to engines that have one core each.
 """
 
+import math
 import multiprocessing.util
 import os
 import sys
@@ -31,10 +32,10 @@ LATENTS_A_CHUNK = 3
 
 @dataclass(frozen=True)
 class Played:
-    """One walk. start: x, z in metres; yaw in radians, before the first keys; keys: held at each latent frame. prompts:
-    latent frame -> prompt from there on, one at 0.
+    """One walk. start: x, z in metres; yaw in radians; keys: held at each latent frame. prompts: latent frame -> prompt
+    from there on, one at 0.
 
-    As in the training data the start picture is the first latent frame, which its keys have turned but not moved.
+    The start image is the first latent frame, which no key moves.
     """
 
     start: tuple[float, float]
@@ -43,6 +44,11 @@ class Played:
     style: int
     prompts: Mapping[int, str]
     seed: int
+
+    def start_pose(self) -> dict[str, float]:
+        """Where it starts, as `options.start_pose`."""
+        x_m, z_m = self.start
+        return {"x_m": x_m, "z_m": z_m, "heading_degrees": math.degrees(self.yaw) % 360.0}
 
     def walk(self) -> Walks:
         """Where the keys lead."""
@@ -113,6 +119,8 @@ class EngineWorld:
             additional_config={"omni": {"height": height, "width": width, "max_sessions": batch, **omni}},
             **engine_args,
         )
+        transformer = self.llm.llm_engine.vllm_config.model_config.hf_config.lingbot_world["transformer"]
+        self.has_poses = transformer.get("control_type") == "world"
         facts = WorldFacts.from_vllm_config(self.llm.llm_engine.vllm_config, model=model.name)
         self.later = facts.latent_frames_per_chunk
         self.first = facts.first_chunk_latent_frames or self.later
@@ -145,6 +153,7 @@ class EngineWorld:
                 if number == 0:
                     height, width = picture.shape[:2]
                     fields |= {"seed": walk.seed, "height": height, "width": width}
+                    fields |= {"options": {"start_pose": walk.start_pose()}} if self.has_poses else {}
                 data = {"image": Image.fromarray(picture.cpu().numpy())} if number == 0 else {}
                 requests.append((fields | {"actions": [list(keys) for keys in walk.keys[begin:end]]}, data))
             began = time.perf_counter()

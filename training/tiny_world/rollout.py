@@ -81,7 +81,7 @@ class RollOuts:
 
     def _cropped(self, own: OwnClips) -> OwnClips:
         """A batch of the trainer's size: crops of the roll-out, with its first frames as sinks."""
-        trainer, sampler = self.trainer, self.trainer.sampler
+        sampler = self.trainer.sampler
         wanted = sampler.chunk_B1[:, 0]
         rows = [
             torch.where(self.sampler.chunk_B1[:, 0] == chunk)[0][

@@ -60,7 +60,7 @@ def wandering(number: int, chunks: int, seed: int) -> list[Played]:
     return [
         Played(
             _place(walks.positions[index, 0]),
-            float(walks.yaw[index, 0]) - _turn(walks.held(index)[0]),
+            float(walks.yaw[index, 0]),
             tuple(walks.held(index)),
             index % len(STYLES),
             {0: _prompt(index % len(STYLES), generator)},

@@ -128,7 +128,19 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     for name in ("dim", "layers", "heads", "ffn", "window", "sink", "chunk-frames"):
         parser.add_argument(f"--{name}", type=int, help="of a new network; see `Sizes`")
     parser.add_argument("--grid", type=int, nargs=2, help="latent rows and columns of a new network")
-    for name in ("switch", "far", "few", "shift", "noisy-context", "context-sigma", "second-chunk", "other-sink", "unknown", "start", "other-context"):
+    for name in (
+        "switch",
+        "far",
+        "few",
+        "shift",
+        "noisy-context",
+        "context-sigma",
+        "second-chunk",
+        "other-sink",
+        "unknown",
+        "start",
+        "other-context",
+    ):
         parser.add_argument(f"--{name}", type=float, help="see `Mix`")
     for name in ("far-frames", "crop"):
         parser.add_argument(f"--{name}", type=int, help="see `Mix`")
@@ -421,9 +433,7 @@ class Trainer:
         `still`: of cameras that never move, against the start image."""
         batch = min(len(held.shard), self.options.held_rollouts)
         index = torch.arange(batch, device=held.device)
-        drawn = Sampler(
-            held.shard, held.prompts, self.sizes, held.mix, torch.full((batch,), chunk), whole=True
-        )
+        drawn = Sampler(held.shard, held.prompts, self.sizes, held.mix, torch.full((batch,), chunk), whole=True)
         never = torch.zeros(batch, dtype=torch.bool, device=held.device)
         given = drawn.batch(index, never, never)
         clips, truth = given.clips, given.latents
@@ -435,9 +445,7 @@ class Trainer:
             out["still"] = self._scored(still, truth[:, :1].expand_as(truth), standing=True)
         return out
 
-    def _made(
-        self, clips: Clips, given: torch.Tensor, chunk: int, sigmas: tuple[float, ...]
-    ) -> torch.Tensor:
+    def _made(self, clips: Clips, given: torch.Tensor, chunk: int, sigmas: tuple[float, ...]) -> torch.Tensor:
         none = torch.zeros(len(given), device=given.device)
         return roll_out(self.model, clips, given, none, chunk, sigmas)[0]
 

@@ -437,8 +437,8 @@ class Clips:
     condition: fp32 [B, F, 20, h, w], mask and image latents. motion: fp32 [B, F, 3, 4], rotation and, last,
     translation. focal: int64 [B], index into `Sizes.focals`. text: fp32 [B, 2, X, E], zero rows behind each prompt.
     switched: bool [B, F], frames of the second text. positions: [B, F], absolute.
-    rotation: fp32 [B, F, 3, 3], camera to world; place: fp32 [B, F, 33] (`frame_features`). Both are zero in clips whose
-    world pose is unknown.
+    rotation: fp32 [B, F, 3, 3], camera to world; place: fp32 [B, F, 33] (`frame_features`). Both are zero in clips
+    whose world pose is unknown.
     """
 
     condition: torch.Tensor

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks through the village: what is held, and where it leads.
 
-The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the village's walls, so training, truth
-and server agree. A walk's first latent frame is the start image: nothing held moves it. The network is given the motion
+The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the village's walls, so training,
+truth and server agree. A walk's first latent frame is the start image: nothing held moves it. The network is given the
 that really happened.
 Everything is drawn from one seed on the CPU, so a walk is the same on every machine.
 Held by tests/training/tiny_world/test_walks.py.
@@ -11,9 +11,9 @@ Held by tests/training/tiny_world/test_walks.py.
 # N walks, L latent frames, T = 4 (L - 1) + 1 video frames
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import ClassVar
 
 import torch
 
@@ -133,7 +133,7 @@ class _Habits:
     """What many random walkers hold: each keeps to one way of playing for a while, then draws another."""
 
     # way of playing: weight, shortest and longest latent frames (drawn evenly in their logarithm)
-    WAYS = {
+    WAYS: ClassVar[dict[str, tuple[float, int, int]]] = {
         "wander": (0.55, 8, 60),
         "careless": (0.12, 4, 24),
         "idle": (0.14, 2, 240),
@@ -242,9 +242,7 @@ class _Walker:
         relative[:, :, 3] /= STEP_M
         position = self.poses[:, 0:3:2, 3]
         yaw, pitch = torch.deg2rad(self.yaw), torch.deg2rad(self.degrees)
-        self.rows.append(
-            (keys_N.to(torch.uint8), position.float(), yaw.float(), pitch.float(), relative.float())
-        )
+        self.rows.append((keys_N.to(torch.uint8), position.float(), yaw.float(), pitch.float(), relative.float()))
 
     def walks(self) -> Walks:
         return Walks(*(torch.stack(values, dim=1) for values in zip(*self.rows, strict=True)))

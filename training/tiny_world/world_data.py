@@ -146,8 +146,8 @@ class Mix:
     few: of a chunk's noise, that it is one of the few steps' sigmas (`sigmas`); else continuous with `shift`.
     noisy_context, context_sigma: of a clean chunk, that it is noised, and by how much at most.
     second_chunk: weight of frames 3 to 5, which have the least to go by. unknown: the world pose is left out.
-    crop: latent frames of a packed clip; the sinks are the walk's first, the rest a run from anywhere in it (start: from
-    its beginning). other_context: clips whose clean frames are another walk's, so that the pose decides.
+    crop: latent frames of a packed clip; the sinks are the walk's first, the rest a run from anywhere in it (start:
+    from its beginning). other_context: clips whose clean frames are another walk's, so that the pose decides.
     """
 
     sigmas: tuple[float, ...]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OccupancyGrid`: which parts of a world's ground cannot be entered.
 
-Stored as an image beside `world.json`, north up, (0, 0) in the middle, black where the way is blocked; the world repeats
-after its side. Needs torch alone, but for reading and writing files. Held by tests/worlds/test_movement.py.
+Stored as an image next to `world.json`, north up, (0, 0) in the middle, black where the way is blocked. The world
+repeats after its side. Needs torch alone, but for reading and writing files. Held by tests/worlds/test_movement.py.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 """How held keys, analog controls and velocities move cameras: the only integrator of the package.
 
 A camera looks first, then moves in the horizontal plane along its new view. Where the world has an occupancy grid,
-movement stops at what is in the way and slides along it. The server, the training data and the truth that scores compare
-with all use these functions, so they agree.
+movement stops at what is in the way and slides along it. The server, the training data and the truth that scores
+compare with all use these functions, so they agree.
 
 A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward). Needs torch alone.
 Held by tests/worlds/test_movement.py.

@@ -161,9 +161,7 @@ def _serve(model, clips, clip, clean, noisy, timesteps, chunk) -> torch.Tensor:
             "condition": clips.condition[clip, own].transpose(0, 1),
             "frames": frames,
             "rope": _rope(clips.positions[clip, own].tolist()),
-            "camera": model.camera_modulation(
-                camera_map(pose, intrinsics, height, width), _features(clips, clip, own)
-            ),
+            "camera": model.camera_modulation(camera_map(pose, intrinsics, height, width), _features(clips, clip, own)),
             "cross_kv": model.cross_attention_kv(clips.text[clip, int(clips.switched[clip, start])]),
             "window": window,
         }

@@ -31,6 +31,7 @@ from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, 
 from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
 from vllm_omni.testing.parity.lingbot_vae import VAE_WEIGHTS, run_vae, run_vae_cache_shapes, run_vae_names
 from vllm_omni.testing.parity.windows import chronological, ends
+from vllm_omni.worlds.movement import Motion
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
@@ -313,7 +314,8 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
     held = cam.read_keys(actions := json.loads(scenario.meta("actions")), len(actions))
     start = cam.CameraTail.origin()
     poses, _ = cam.integrate_actions(held, start)
-    by_frame = [Motion.of_keys([keys], yaw_degrees=2.0, pitch_degrees=2.0) for keys in held]  # one entry per video frame
+    # One entry per video frame.
+    by_frame = [Motion.of_keys([keys], yaw_degrees=2.0, pitch_degrees=2.0) for keys in held]
     offline, _ = cam.integrate_motions(by_frame, start)
     origin = start.pose_44.unsqueeze(0)
     for name, ours in (

@@ -16,8 +16,8 @@ from vllm_omni.model_executor.models.lingbot_world.weights import CAMERA_TENSOR,
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
-LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act")
-"""The real layouts this file understands, by the names `make-tiny` takes."""
+LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
+"""The layouts this file understands, by the names `make-tiny` takes; `world` is the demo world's."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
 _PRETRAIN_FOLDER = "transformer_causal"

@@ -2,8 +2,8 @@
 """What a transformer of control type `world` receives of the camera's world pose, in addition to its motion.
 
 Of each token, the directions in the world's axes of rays through 4 x 4 points of its 16 x 16 pixels; of each latent
-frame, sines and cosines of the position at the first eight harmonics of the world's period, and a flag: known. Where the
-pose is unknown, all of them are zero. Needs torch alone: the training uses it as well.
+frame, sines and cosines of the position at the first eight harmonics of the world's period, and a flag: known. Where
+the pose is unknown, all of them are zero. Needs torch alone: the training uses it as well.
 Held by tests/model_executor/models/lingbot_world/test_world_pose.py.
 """
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds with poses: where a session starts, where held controls lead it, and what the network receives of that."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk, start_image, step
+from PIL import Image
+
+from vllm_omni.actions import ActionFrame
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
+from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES, token_rays, world_features
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worlds.movement import world_pose
+
+FIRST = 9
+"""Video frames of a first chunk: its latent frames show 0, 4 and 8."""
+ELSEWHERE = {"x_m": 1.0, "z_m": -2.0, "heading_degrees": 30.0, "pitch_degrees": -10.0}
+PERIOD_M = 20.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("world")
+    get_family("lingbot_world").make_tiny(out, 0, "world")
+    return out
+
+
+@pytest.fixture(scope="module")
+def world(checkpoint: Path) -> LingBotWorld:
+    return load_world(checkpoint, window_frames=7, sink_frames=2)
+
+
+@pytest.fixture(scope="module")
+def known_image(checkpoint: Path) -> torch.Tensor:
+    """The start image `south`: z = -4 m, looking north."""
+    with Image.open(checkpoint / "south.png") as image:
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(HEIGHT, WIDTH, 3)
+
+
+def chunk_poses(world: LingBotWorld, session: Any, tensors: Any = None, **params: Any) -> Any:
+    """Run a chunk; return the rows x, z, heading, pitch that its result reports, None = unknown."""
+    return run_chunk(world, session, tensors, prompt="a day", **params)[0].get("world_poses")
+
+
+def poses_tensors(poses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"poses": torch.stack(poses).float(), "intrinsics": torch.tensor([540.8, 540.8, 416.0, 240.0])}
+
+
+# -- where a session starts --------------------------------------------------------------------------------------------
+
+
+def test_a_given_start_pose_is_the_first_latent_frames_pose(world: LingBotWorld) -> None:
+    """Whatever is held there: the first latent frame is the start image."""
+    rows = chunk_poses(world, open_session(world), actions=[["w", "l"]], options={"start_pose": ELSEWHERE})
+    assert rows[0] == pytest.approx([1.0, -2.0, 30.0, -10.0])
+    assert rows[1] == rows[2] == rows[0]
+
+
+def test_the_worlds_own_start_image_is_recognised(world: LingBotWorld, known_image: torch.Tensor) -> None:
+    rows = chunk_poses(world, open_session(world), {"image": known_image}, actions=[[], ["w"], ["w"]])
+    assert rows[0] == pytest.approx([0.0, -4.0, 0.0, 0.0])
+    assert rows[2][:2] == pytest.approx([0.0, -3.0], abs=1e-4)
+
+
+def test_another_image_has_no_pose_and_no_walls(world: LingBotWorld) -> None:
+    session = open_session(world)
+    assert chunk_poses(world, session, {"image": start_image(5)}, actions=[["w"]]) is None
+    request = make_request(world, session, actions=[["w"]] * 3)
+    world.prepare_encode(request)
+    assert not bool(request.work.world_features.any())
+
+
+@pytest.mark.parametrize(
+    ("start", "named"),
+    [
+        ({"x_m": 1.0}, "z_m"),
+        ({**ELSEWHERE, "x_m": "far"}, "x_m"),
+        ({**ELSEWHERE, "pitch_degrees": 90}, "pitch_degrees"),
+    ],
+)
+def test_a_malformed_start_pose_is_refused_by_name(world: LingBotWorld, start: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestFailed, match=named):
+        run_chunk(world, open_session(world), prompt="a day", options={"start_pose": start})
+
+
+def test_a_start_pose_in_a_later_chunk_is_refused(world: LingBotWorld) -> None:
+    session = open_session(world)
+    run_chunk(world, session, prompt="a day")
+    with pytest.raises(RequestFailed, match="only a session's first chunk"):
+        run_chunk(world, session, options={"start_pose": ELSEWHERE})
+
+
+def test_a_model_without_poses_refuses_a_start_pose(tmp_path: Path) -> None:
+    get_family("lingbot_world").make_tiny(tmp_path, 0, "v2")
+    plain = load_world(tmp_path)
+    with pytest.raises(RequestFailed, match="no world with poses"):
+        run_chunk(plain, open_session(plain), prompt="a day", options={"start_pose": ELSEWHERE})
+
+
+# -- where it goes -----------------------------------------------------------------------------------------------------
+
+
+def test_keys_stop_at_walls_for_as_long_as_they_are_held(world: LingBotWorld) -> None:
+    """The wall begins at z = 3 m; from z = 0 six steps reach it."""
+    session, north = open_session(world), {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 0.0}
+    rows = chunk_poses(world, session, actions=[["w"]] * 3, options={"start_pose": north})
+    for _ in range(4):
+        rows = chunk_poses(world, session, actions=[["w"]] * 3)
+    assert 2.8 < rows[-1][1] < 3.0 and rows[-1][1] == pytest.approx(rows[-2][1], abs=1e-6)
+
+
+def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
+    """Half a step, a turn of ten degrees, and the mouse's."""
+    session = open_session(world)
+    frame = ActionFrame(("l",), {"forward": 0.5, "yaw": 4.0, "turn": 10.0, "look": 5.0})
+    rows = chunk_poses(
+        world, session, actions=[[], frame], options={"start_pose": {**ELSEWHERE, "heading_degrees": 70}}
+    )
+    assert rows[1] == pytest.approx([1.25, -2.0, 90.0, -5.0], abs=1e-4)
+
+
+def test_a_clients_poses_lead_through_walls(world: LingBotWorld) -> None:
+    """They are as they are sent; 0.5 units are 5 m."""
+    eye = [torch.eye(4) for _ in range(FIRST)]
+    for frame in range(FIRST):
+        eye[frame][2, 3] = 0.5 * frame / 8
+    start = {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 90.0}
+    rows = chunk_poses(world, open_session(world), poses_tensors(eye), options={"start_pose": start})
+    assert [row[:2] for row in rows] == [pytest.approx([x, 0.0], abs=1e-5) for x in (0.0, 2.5, 5.0)]
+
+
+def test_poses_that_begin_anywhere_are_relative_to_the_first(world: LingBotWorld) -> None:
+    """A client may count from its own origin: frame 0 has the start pose all the same."""
+    there = world_pose(0.3, 0.7, 45.0)
+    poses = [there.clone() for _ in range(FIRST)]
+    rows = chunk_poses(world, open_session(world), poses_tensors(poses), options={"start_pose": ELSEWHERE})
+    assert rows == [pytest.approx([1.0, -2.0, 30.0, -10.0], abs=1e-4)] * 3
+
+
+def test_keys_after_poses_go_on_from_there(world: LingBotWorld) -> None:
+    session = open_session(world)
+    poses = [torch.eye(4) for _ in range(FIRST)]
+    start = {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 90.0}
+    run_chunk(world, session, poses_tensors(poses), prompt="a day", options={"start_pose": start})
+    rows = chunk_poses(world, session, actions=[["w"], ["w"], ["d"]])
+    assert rows[-1] == pytest.approx([1.0, -0.5, 90.0, 0.0], abs=1e-4)
+
+
+def test_walking_across_the_border_of_the_period_repeats_the_input() -> None:
+    """The same view one period further is the same to the network."""
+    view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
+    here, there = (
+        world_features(world_pose(x, z, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M) for x, z in ((9.9, -3), (29.9, -43))
+    )
+    assert torch.allclose(here, there, atol=1e-6)
+    beyond = world_features(world_pose(10.1, -3, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
+    assert float((here - beyond).abs().max()) < 0.6
+
+
+# -- what the network receives -----------------------------------------------------------------------------------------
+
+
+def test_rays_are_the_worlds_directions() -> None:
+    """Looking east, the middle of the image looks along x; the rays are unit vectors."""
+    view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
+    rays = token_rays(view, HEIGHT, WIDTH)
+    assert rays.shape == (1, 6, 16, 3) and torch.allclose(rays.norm(dim=-1), torch.ones(1, 6, 16, dtype=torch.float64))
+    features = world_features(world_pose(0, 0, 90.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
+    assert features.shape == (6, WORLD_FEATURES)
+    middle = features[:, :48].view(6, 16, 3).mean(dim=(0, 1))
+    assert middle[0] > 0.8 and middle[1:].abs().max() < 1e-6
+
+
+def test_the_pose_changes_the_frames(world: LingBotWorld) -> None:
+    frames = [
+        run_chunk(world, open_session(world), prompt="a day", seed=1, actions=[[]], options={"start_pose": start})[1]
+        for start in (ELSEWHERE, ELSEWHERE, {**ELSEWHERE, "x_m": 4.0})
+    ]
+    assert torch.equal(frames[0]["frames"], frames[1]["frames"])
+    assert not torch.equal(frames[0]["frames"], frames[2]["frames"])
+
+
+def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
+    """Each gets what it gets alone."""
+
+    def request(session: Any, options: dict[str, Any]) -> Any:
+        made = make_request(world, session, {"image": start_image(5)}, prompt="a day", seed=3, options=options)
+        world.prepare_encode(made)
+        return made
+
+    both = ({"start_pose": ELSEWHERE}, {})
+    alone = []
+    for options in both:
+        single = request(open_session(world), options)
+        while single.step < single.num_steps:
+            step(world, [single])
+        alone.append(single.work.latents)
+    batch = [request(open_session(world, str(index)), options) for index, options in enumerate(both)]
+    while batch[0].step < batch[0].num_steps:
+        step(world, batch)
+    for made, expected in zip(batch, alone, strict=True):
+        assert torch.allclose(made.work.latents, expected, atol=1e-4)
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_walks_on_from_the_same_place(world: LingBotWorld) -> None:
+    session = open_session(world)
+    run_chunk(world, session, prompt="a day", options={"start_pose": ELSEWHERE})
+    branch = session.fork("branch")
+    walk = [["w"], ["d"], ["l"]]
+    first, second = run_chunk(world, session, actions=walk), run_chunk(world, branch, actions=walk)
+    assert first[0]["world_poses"] == second[0]["world_poses"]
+    assert torch.equal(first[1]["frames"], second[1]["frames"])
