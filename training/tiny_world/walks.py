@@ -3,7 +3,7 @@
 
 The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the village's walls, so training,
 truth and server agree. A walk's first latent frame is the start image: nothing held moves it. The network is given the
-that really happened.
+motion that really happened.
 Everything is drawn from one seed on the CPU, so a walk is the same on every machine.
 Held by tests/training/tiny_world/test_walks.py.
 """
