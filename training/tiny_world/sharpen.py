@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     objective = Sharpening(
         trainer,
-        RollOuts(trainer, options.reuse, options.given),
+        RollOuts(trainer, options.reuse, options.given, options.rolled),
         contest,
         ratio=options.adversarial,
         alone=options.alone,

@@ -43,30 +43,38 @@ def _trainer(taught: list[str]) -> Trainer:
 
 def test_a_step_of_a_roll_out_is_predicted_again_with_gradients(taught: list[str]) -> None:
     """Packed, behind its own chunks: the last step's x0 is what the roll-out kept (1e-4, fp32), for both lengths."""
-    trainer = _trainer(taught)
-    own = RollOuts(trainer, reuse=1, given=0).next()
+    trainer = _trainer([*taught, "--start", "1", "--far", "0"])
+    own = RollOuts(trainer, reuse=1, given=0, batch=4).next()
     last = torch.full((4, 12), len(trainer.mix.sigmas) - 1)
     x0, sigma = predicted(trainer, own, last, torch.zeros(4, dtype=torch.bool))
     assert sigma.eq(0.625).all() and x0.requires_grad
-    far = own.batch.weights[:, 3] == 0
-    assert not far.all()
-    torch.testing.assert_close(x0[~far], own.made[~far], atol=1e-4, rtol=0)
-    torch.testing.assert_close(x0[far, 9:], own.made[far, 9:], atol=1e-4, rtol=0)
+    torch.testing.assert_close(x0, own.made, atol=1e-4, rtol=0)
 
 
-def test_a_far_clip_is_shown_before_it_is_gone_on_with(taught: list[str]) -> None:
-    trainer = _trainer([*taught, "--far", "1"])
-    own = RollOuts(trainer, reuse=1, given=0).next()
+def test_a_far_clip_of_unknown_pose_is_shown_before_it_is_gone_on_with(taught: list[str]) -> None:
+    trainer = _trainer([*taught, "--far", "1", "--unknown", "1"])
+    own = RollOuts(trainer, reuse=1, given=0, batch=4).next()
     same = (own.made == own.batch.latents).all((2, 3, 4))
     assert same.tolist() == [[frame < 9 for frame in range(12)]] * 4
     assert own.age.tolist() == [list(range(-8, 4))] * 4
 
 
-def test_roll_outs_serve_several_updates_with_other_steps(taught: list[str]) -> None:
-    rollouts = RollOuts(_trainer(taught), reuse=3, given=2)
-    assert [rollouts.next() is rollouts.clips for _ in range(3)] == [True] * 3
-    first = rollouts.clips
-    assert rollouts.next() is not first
+def test_roll_outs_serve_several_updates_with_other_steps_and_crops(taught: list[str]) -> None:
+    """A crop keeps the roll-out's first frames and leaves out a multiple of three; its clips are rows of the roll-out."""
+    trainer = _trainer([*taught, "--crop", "6", "--start", "0", "--far", "0"])
+    rollouts = RollOuts(trainer, reuse=3, given=0, batch=6)
+    rolled = []
+    for _ in range(4):
+        own = rollouts.next()
+        rolled.append(rollouts.clips)
+        whole = rollouts.clips
+        assert whole is not None and own.made.shape[:2] == (4, 6) and whole.made.shape[:2] == (6, 12)
+        for row in own.made:
+            walks = (whole.made[:, :3] == row[:3]).all((1, 2, 3, 4)).nonzero()[:, 0]
+            assert len(walks) == 1
+            starts = [s for s in (3, 6, 9) if torch.equal(whole.made[walks[0], s : s + 3], row[3:])]
+            assert len(starts) == 1
+    assert rolled[0] is rolled[1] is rolled[2] is not rolled[3]
     picked = at_steps(torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand(4, 1, 3, 1, 1, 1), torch.tensor([[2, 0, 3]]))
     assert picked.flatten().tolist() == [2, 0, 3]
 

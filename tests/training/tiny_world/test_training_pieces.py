@@ -11,7 +11,7 @@ import torch
 
 from training.tiny_world import clips, train_tiny_decoder, train_vae
 from training.tiny_world.autoencoder import load_autoencoder
-from training.tiny_world.clips import ACTION_FOCAL, Encoder, joined, make_clips
+from training.tiny_world.clips import Encoder, joined, make_clips
 from training.tiny_world.render import FOCAL, Renderer
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 
@@ -79,7 +79,7 @@ def test_the_cheap_decoder_trains(trained: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_clips_hold_what_the_transformers_trainer_reads(trained: Path, small_renderer: Renderer) -> None:
-    """Shapes and types of every field; a twin is the same walk in another style; both focal lengths occur."""
+    """Shapes and types of every field; a twin is the same walk in another style."""
     latents = 7  # a third of what is trained on: rendering takes the time
     encoder = Encoder(load_autoencoder(trained / "vae.pt", "cpu"))
     shards = [make_clips(2, seed, small_renderer, encoder, latents=latents, at_once=4, paired=0.5) for seed in (1, 2)]
@@ -89,7 +89,8 @@ def test_clips_hold_what_the_transformers_trainer_reads(trained: Path, small_ren
     assert shard["condition"].shape == (6, clips.CONDITION_LATENTS, *latent)
     assert shard["relative"].shape == (6, latents, 3, 4) and shard["relative"].dtype == torch.float32
     assert shard["keys"].shape == (6, latents) and shard["style"].dtype == torch.uint8
-    assert set(shard["focal"].tolist()) <= {FOCAL * small_renderer.width, ACTION_FOCAL}
+    assert set(shard["focal"].tolist()) == {FOCAL * small_renderer.width}
+    assert shard["positions"].shape == shard["angles"].shape == (6, latents, 2)
     assert bool(torch.isfinite(shard["latents"].float()).all()) and float(shard["latents"].float().std()) > 0.1
     twins = [(index, twin) for index, twin in enumerate(shard["twin"].tolist()) if twin >= 0]
     assert len(twins) == 4
