@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
 from helpers.waits import seconds, wait_until
+from helpers.walking import Walker
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -31,6 +33,8 @@ from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera import PATHS, WorldCameraDoor
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.outputs import RequestFailed, pack, pack_error
+from vllm_omni.worlds.grid import OccupancyGrid
+from vllm_omni.worlds.start_pose import START_POSE, StartPose
 
 FIRST, LATER = 9, 12  # pixel frames of the first and of every later chunk
 
@@ -47,6 +51,7 @@ class World:
     width: int
     chunk_index: int = 0
     prompts: list[str] = field(default_factory=list)
+    walker: Walker | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -63,6 +68,8 @@ class FakeEngine:
     """`delay_s`: time a chunk takes; `close_delay_s`: time to free a world; `max_worlds`: how many fit; `noise`: frames
     that do not compress.
 
+    `start_pose`: of every start image, as if it were recognised (None = unknown); `grid`: what stops walkers.
+    Chunks of actions then report `world_poses`.
     `fail`: called with each generate request, may raise. Frames: all pixels of session frame n are n % 256, pixel
     (0, 0) has the chunk's index in red.
     """
@@ -71,6 +78,8 @@ class FakeEngine:
         self.delay_s = self.close_delay_s = 0.0
         self.max_worlds = 1000
         self.noise = False
+        self.start_pose: StartPose | None = None
+        self.grid: OccupancyGrid | None = None
         self.fail: Callable[[DiffusionParams], None] = lambda params: None
         self.calls: list[Call] = []
         self.aborted: list[str] = []
@@ -120,7 +129,10 @@ class FakeEngine:
         if params.op == "fork":
             source = self._world(params)
             assert params.fork_to is not None
-            self.worlds[params.fork_to] = World(source.height, source.width, source.chunk_index, list(source.prompts))
+            walker = source.walker.copy() if source.walker is not None else None
+            self.worlds[params.fork_to] = World(
+                source.height, source.width, source.chunk_index, list(source.prompts), walker
+            )
         else:
             self.worlds.pop(params.session_id, None)
         return {"op": params.op}
@@ -130,13 +142,18 @@ class FakeEngine:
             raise RequestFailed("unknown_session", f"session {params.session_id!r} is not live here")
         return self.worlds[params.session_id]
 
+    def _walker(self, params: DiffusionParams) -> Walker | None:
+        given = params.options.get(START_POSE)
+        start = self.start_pose if given is None else msgspec.convert(given, StartPose)
+        return None if start is None else Walker(start, self.grid)
+
     async def _generate(self, params: DiffusionParams) -> torch.Tensor:
         if params.session_id not in self.worlds and params.chunk_index == 0:
             assert params.height is not None
             assert params.width is not None
             if len(self.worlds) >= self.max_worlds:
                 raise RequestFailed("capacity", f"{len(self.worlds)} sessions are live")
-            self.worlds[params.session_id] = World(params.height, params.width)
+            self.worlds[params.session_id] = World(params.height, params.width, walker=self._walker(params))
         world = self._world(params)
         async with world.turn:
             index = world.chunk_index
@@ -158,6 +175,8 @@ class FakeEngine:
             "num_frames": count,
             "timings_ms": {"encode": [1.0], "steps": [1.0, 1.0], "decode": [3.0], "total": [6.0]},
         }
+        if world.walker is not None and params.actions is not None:
+            meta["world_poses"] = world.walker.walk(params.actions, starts=index == 0)
         return pack(meta, {"frames": frames_THWC})
 
 

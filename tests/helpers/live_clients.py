@@ -210,8 +210,10 @@ class GenerateClient:
 class ExtendedClient(GenerateClient):
     """One that opted into extensions; their messages are collected."""
 
-    known_types = GenerateClient.known_types | {"session", "event_ack", "event_applied", "control_result", "pong"}
-    skipped_types = frozenset({"event_ack", "event_applied"})
+    known_types = GenerateClient.known_types | {
+        *("session", "event_ack", "event_applied", "control_result", "pong", "world_poses")
+    }
+    skipped_types = frozenset({"event_ack", "event_applied", "world_poses"})
 
     def taken(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self._extra if message["type"] == kind]

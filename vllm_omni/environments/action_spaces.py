@@ -35,14 +35,24 @@ def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
     return spaces.Dict(kinds) if kinds else spaces.Discrete(1)
 
 
+def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
+    """Return an action, or a batch of them, with the kinds of controls that it leaves out at rest."""
+    if not isinstance(taken, spaces.Dict) or not isinstance(action, Mapping):
+        return action
+    return {**{name: np.zeros(kind.shape or (), kind.dtype) for name, kind in taken.items()}, **action}
+
+
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
-    """Read one environment's action, a member of `gymnasium_space(space)`. Raises ValueError with what is taken."""
+    """Read one environment's action, a member of `gymnasium_space(space)`; kinds of controls may be left out.
+
+    Raises ValueError with what is taken.
+    """
     taken = gymnasium_space(space)
     if not isinstance(taken, spaces.Dict):
         return ActionFrame()
-    if not isinstance(action, Mapping) or taken.keys() != action.keys():
+    if not isinstance(action, Mapping) or not action.keys() <= taken.keys():
         found = sorted(action) if isinstance(action, Mapping) else type(action).__name__
-        raise ValueError(f"an action must hold {sorted(taken.keys())}, got {found}; the model takes {space.describe()}")
+        raise ValueError(f"an action may hold {sorted(taken.keys())}, got {found}; the model takes {space.describe()}")
     names: tuple[str, ...] = ()
     if "buttons" in action:
         held = np.asarray(action["buttons"])
@@ -50,7 +60,8 @@ def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
             names = space.button_names[int(held) - 1 :][:1] if int(held) else ()
         else:
             names = tuple(name for name, down in zip(space.button_names, held, strict=True) if down)
-    axes = zip(space.axis_names, np.asarray(action.get("axes", ())).tolist(), strict=True)
+    values = np.asarray(action["axes"]).tolist() if "axes" in action else [0.0] * len(space.axes)
+    axes = zip(space.axis_names, values, strict=True)
     return ActionFrame(buttons=names, axes=dict(axes), scroll=float(action.get("scroll", 0)))
 
 

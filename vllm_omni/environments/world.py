@@ -11,13 +11,15 @@ depends on (seed, chunk, step) alone, the same seeds and actions give the same b
 (`reward`), the worlds have none. Only `LLM.encode` of stock vLLM is used. Held by tests/environments/test_world_env.py.
 """
 
+import math
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -26,9 +28,10 @@ from gymnasium.vector.utils import batch_space, iterate
 
 from vllm_omni.actions import ActionFrame
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
+from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle, with_rest
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.worlds.start_pose import START_POSE, StartPose
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,12 +44,16 @@ Reward = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass
 class Episode:
-    """One environment since its reset: enough to play it again. actions: one of each step."""
+    """One environment since its reset: enough to play it again.
+
+    actions: one of each step. start_pose: where in the world its image was taken; None = it was not given.
+    """
 
     session_id: str
     seed: int
     prompt: str
     actions: list[ActionFrame] = field(default_factory=list)
+    start_pose: StartPose | None = None
 
     @property
     def chunks(self) -> int:
@@ -105,6 +112,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         self._ended = np.zeros(num_envs, bool)
         self._frames = np.zeros((num_envs, *shape), np.uint8)
         self._latents: list[np.ndarray] = [np.zeros(0, np.float32)] * num_envs
+        self._poses: list[np.ndarray] = [np.zeros((0, 4))] * num_envs
+        self._starts: list[StartPose | None] = [None] * num_envs
 
     @classmethod
     def load(
@@ -138,23 +147,35 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin every episode anew: its first chunk, idle. seed: of the first environment, the others count on from it.
 
-        options: `reset_mask`, bool [N], those to begin anew; the others stay as they are.
+        options: `reset_mask`, bool [N], those to begin anew; the others stay as they are. `start_pose`, where in the
+        world the image was taken: `{x_m, z_m, heading_degrees, pitch_degrees}` of all environments, or a list with one
+        of each; it holds until the next call. Raises ValueError for other options.
         """
-        mask = np.asarray((options or {}).get("reset_mask", np.ones(self.num_envs, bool)))
+        options = dict(options or {})
+        mask = np.asarray(options.pop("reset_mask", np.ones(self.num_envs, bool)))
+        given = _start_poses(options.pop(START_POSE, None), self.num_envs)
+        if options:
+            raise ValueError(f"unknown options: {', '.join(sorted(options))}; known: reset_mask, {START_POSE}")
         seeds: Sequence[int | None] = [None] * self.num_envs
         if seed is not None:
             seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
         which = np.flatnonzero(mask).tolist()
-        self._begin(which, [seeds[index] for index in which])
+        for index in which:
+            self._starts[index] = given[index]
+        self._begin(which, [seeds[index] for index in which], starts=[given[index] for index in which])
         self._ended[which] = False
         return self._frames.copy(), self._infos()
 
     def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """One chunk of every environment; those whose episode has ended begin anew and ignore their action."""
-        taken = [action_frame(self.model_actions, action) for action in iterate(self.action_space, actions)]
+        """One chunk of every environment; those whose episode has ended begin anew and ignore their action.
+
+        actions: a kind of controls that is left out (`buttons`, `axes`, `scroll`) is at rest.
+        """
+        complete = with_rest(self.action_space, actions)
+        taken = [action_frame(self.model_actions, action) for action in iterate(self.action_space, complete)]
         begins = np.flatnonzero(self._ended).tolist()
         goes_on = [index for index in range(self.num_envs) if not self._ended[index]]
-        self._begin(begins, [None] * len(begins))
+        self._begin(begins, [None] * len(begins), starts=[self._starts[index] for index in begins])
         self._advance(goes_on, [taken[index] for index in goes_on])
         steps = np.array([0 if episode is None else len(episode.actions) for episode in self.episodes])
         truncations = np.zeros(self.num_envs, bool) if self._max_steps is None else steps >= self._max_steps
@@ -184,16 +205,17 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         ids = [_new_id() for _ in targets]
         self._encode([DiffusionParams(session_id=origin.session_id, op="fork", fork_to=new) for new in ids])
         for target, new in zip(targets, ids, strict=True):
-            self.episodes[target] = Episode(new, origin.seed, origin.prompt, list(origin.actions))
+            self.episodes[target] = replace(origin, session_id=new, actions=list(origin.actions))
             self._frames[target], self._ended[target] = self._frames[source], self._ended[source]
             self._latents[target] = self._latents[source]
+            self._poses[target] = self._poses[source]
 
     def replay(self, target: int, episode: Episode) -> np.ndarray:
         """Play a recorded episode (`episodes[i]`, or one stored elsewhere) in environment `target`, from its start.
 
         Returns its frames, uint8 [frames, H, W, 3]: bit for bit those of the first time (`exact`).
         """
-        self._begin([target], [episode.seed], [episode.prompt])
+        self._begin([target], [episode.seed], [episode.prompt], [episode.start_pose])
         parts = [self._frames[target][-self.facts.first_chunk_frames :].copy()]
         for action in tuple(episode.actions):
             self._advance([target], [action])
@@ -202,21 +224,36 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
     # -- the engine ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, which: list[int], seeds: Sequence[int | None], prompts: Sequence[str] | None = None) -> None:
+    def _begin(
+        self,
+        which: list[int],
+        seeds: Sequence[int | None],
+        prompts: Sequence[str] | None = None,
+        starts: Sequence[StartPose | None] | None = None,
+    ) -> None:
         """Run the first chunk of new episodes."""
         if not which:
             return
         self._close([old.session_id for index in which if (old := self.episodes[index]) is not None])
         prompts = prompts or [self._prompts[index] for index in which]
+        starts = starts or [None] * len(which)
         begun = [
-            Episode(_new_id(), secrets.randbits(31) if seed is None else seed, prompt)
-            for seed, prompt in zip(seeds, prompts, strict=True)
+            Episode(_new_id(), secrets.randbits(31) if seed is None else seed, prompt, start_pose=start)
+            for seed, prompt, start in zip(seeds, prompts, starts, strict=True)
         ]
         height, width = self._size
         latent_frames = self.facts.first_chunk_latent_frames or self.facts.latent_frames_per_chunk
         params = [
             self._params(
-                episode, 0, latent_frames, None, prompt=episode.prompt, seed=episode.seed, height=height, width=width
+                episode,
+                0,
+                latent_frames,
+                None,
+                prompt=episode.prompt,
+                seed=episode.seed,
+                height=height,
+                width=width,
+                options={} if episode.start_pose is None else episode.start_pose.as_option(),
             )
             for episode in begun
         ]
@@ -256,7 +293,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         failures: list[RequestFailed] = []
         for index, envelope in zip(which, self._encode(params, tensors), strict=True):
             try:
-                self._keep(index, unpack(envelope)[1])
+                self._keep(index, *unpack(envelope))
             except RequestFailed as failure:
                 self.episodes[index] = None
                 failures.append(failure)
@@ -277,13 +314,16 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def _close(self, ids: Sequence[str]) -> None:
         self._encode([DiffusionParams(session_id=session_id, op="close") for session_id in ids])
 
-    def _keep(self, index: int, result: dict[str, torch.Tensor]) -> None:
-        """Take over a chunk's frames and latents; a first chunk is padded in front with its first frame."""
+    def _keep(self, index: int, meta: dict[str, Any], result: dict[str, torch.Tensor]) -> None:
+        """Take over a chunk's frames, latents and poses; a first chunk is padded in front with its first frame."""
         frames, latents = result["frames"].numpy(), result["latents"].float().numpy()
         missing = self._frames.shape[1] - len(frames)
         self._frames[index, :missing], self._frames[index, missing:] = frames[0], frames
         missing = self.facts.latent_frames_per_chunk - latents.shape[1]
         self._latents[index] = np.pad(latents, ((0, 0), (max(0, missing), 0), (0, 0), (0, 0)), mode="edge")
+        unknown = [[math.nan] * 4] * latents.shape[1]
+        poses = np.array(meta.get("world_poses", unknown), np.float64)
+        self._poses[index] = np.pad(poses, ((max(0, missing), 0), (0, 0)), mode="edge")
 
     def _episode(self, index: int) -> Episode:
         episode = self.episodes[index]
@@ -292,13 +332,27 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return episode
 
     def _infos(self) -> dict[str, Any]:
-        """latents: float32 [N, C, F, h, w]; seed, chunks: int [N]."""
+        """latents: float32 [N, C, F, h, w]; seed, chunks: int [N]. world_poses: float64 [N, F, 4], x_m, z_m,
+        heading_degrees and pitch_degrees of each latent frame; NaN where they are unknown.
+        """
         episodes = [self._episode(index) for index in range(self.num_envs)]
         return {
             "latents": np.stack(self._latents),
+            "world_poses": np.stack(self._poses),
             "seed": np.array([episode.seed for episode in episodes]),
             "chunks": np.array([episode.chunks for episode in episodes]),
         }
+
+
+def _start_poses(given: Any, count: int) -> list[StartPose | None]:
+    """Read the option `start_pose`. Raises ValueError."""
+    each = [given] * count if given is None or isinstance(given, Mapping) else list(given)
+    if len(each) != count:
+        raise ValueError(f"{START_POSE}: one, or one of each of {count} environments; got {len(each)}")
+    try:
+        return [None if start is None else msgspec.convert(start, StartPose) for start in each]
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{START_POSE}: {error}") from error
 
 
 def _new_id() -> str:

@@ -127,7 +127,8 @@ class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def as_hello(self) -> dict[str, Any]:
         """The world's part of a door's hello message."""
         told = msgspec.to_builtins(self)
-        return {name: told[name] for name in ("title", "about", "sizes", "metres_per_unit", "prompts", "starts", "map")}
+        names = ("title", "about", "sizes", "metres_per_unit", "prompts", "starts", "map")
+        return {**{name: told[name] for name in names}, "has_walls": self.grid is not None}
 
 
 def read_card(folder: Path) -> WorldCard | None:

@@ -4,7 +4,8 @@
 A model reads it from `DiffusionParams.options` of a session's first chunk (`START_POSE`).
 """
 
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -25,3 +26,8 @@ class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def as_option(self) -> dict[str, dict[str, float]]:
         """The entry of `DiffusionParams.options`."""
         return {START_POSE: msgspec.to_builtins(self)}
+
+
+def options_of_chunk(options: Mapping[str, Any], *, is_first: bool) -> dict[str, Any]:
+    """Return the options of one chunk of a request; only the first one may start a session, so only it has the pose."""
+    return {name: value for name, value in options.items() if is_first or name != START_POSE}

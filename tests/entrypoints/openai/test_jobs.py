@@ -92,6 +92,20 @@ def test_a_world_is_asked_chunk_after_chunk_in_one_session(tmp_path: Path) -> No
     assert not first.one_shot
 
 
+def test_a_start_pose_goes_with_the_first_chunk_alone(tmp_path: Path) -> None:
+    """Other options of the model go with each."""
+    engine = InstantEngine()
+    start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 90.0}
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await submit(jobs, num_frames=21, extra_params={"start_pose": start, "camera_scale": 0.1})
+        assert (await end_of(jobs, record.id)).status == "completed"
+
+    run(tmp_path, engine, work)
+    scale = {"camera_scale": 0.1}
+    assert [params.options for params, _ in engine.requests] == [{"start_pose": start, **scale}, scale]
+
+
 def test_prompts_with_times_take_turns(tmp_path: Path) -> None:
     """At 16 frames a second the third chunk begins at 1.31 s."""
     engine = InstantEngine()

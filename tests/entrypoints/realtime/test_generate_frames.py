@@ -142,7 +142,7 @@ def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) 
 def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_frames: int) -> None:
     """The first of a message: the last of the message before, and the header says so; each chunk starts anew."""
     frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
-    result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0)
+    result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0, world_pose_fields={})
     chunk: Any = SimpleNamespace(result=result, controls=Controls(mark=Sample()), session_id="s", chunk_index=3)
     sent = [webui_unpack(b"".join(message.parts)) for message in FrameBatcher("delta_gzip")(chunk)]
     assert [message["num_frames"] for message in sent] == {16: [16], 17: [16, 1], 40: [16, 16, 8]}[num_frames]

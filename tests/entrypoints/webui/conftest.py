@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from browser import CHROMIUM, WHY_NOT, Browser, Page, running_browser
 from helpers.fake_engine import FakeEngine
+from helpers.walking import SPACE
 from page_server import MakeServer, PageServer
 
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
@@ -50,7 +51,8 @@ def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
             **limits: Any,
         ) -> PageServer:
             told = {"card": read_card(world), "height": 96, "width": 160} if world is not None else {}
-            all_facts = WorldFacts(**{"height": 48, "width": 80, "model": "fake", **told, **(facts or {})})
+            base = {"actions": SPACE, "height": 48, "width": 80, "model": "fake"}
+            all_facts = WorldFacts(**{**base, **told, **(facts or {})})
             server = PageServer(engine, DoorLimits(**limits), all_facts, keys or [], environ or {}, world, origins)
             return stack.enter_context(server)
 

@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 from browser import Browser, Page, PageError
 from helpers.fake_engine import FakeEngine
+from helpers.walking import SPACE
 from page_server import PageServer
 
+from vllm_omni.actions import ActionFrame, check_frame
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
-from vllm_omni.entrypoints.realtime.camera import CameraPath
 from vllm_omni.entrypoints.realtime.codec import decode
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.worlds.start_pose import StartPose
 
 NUM_VALUES = 1000
 
@@ -190,66 +192,107 @@ def test_what_cannot_be_joined_says_why(module_page: Page, files: list[bytes], w
 
 # ---- walking --------------------------------------------------------------------------------------------------------
 
-PACE = {"framesPerStep": 4, "speed": 1, "turnSpeed": 1}
 STILL = dict.fromkeys(("forward", "right", "up", "yaw", "pitch"), 0)
 
 
-def walk(
-    page: Page, count: int, first: bool = False, start: dict[str, float] | None = None, **reading: Any
-) -> list[Any]:
-    """Places after each frame. `held` and `taps` are completed with zeros."""
+def frames(page: Page, count: int, speed: float = 1, **reading: Any) -> list[Any]:
+    """Actions of each latent frame. `held` and `taps` are completed with zeros."""
     held, taps = {**STILL, **reading.pop("held", {})}, {**STILL, **reading.pop("taps", {})}
     full = {"held": held, "taps": taps, "turnYaw": 0, "turnPitch": 0, **reading}
-    code = "return m.walk(a[0] ?? m.START, a[1], a[2], a[3], a[4])"
-    return page.call("/omni/js/camera.js", code, start, count, full, PACE, first)
+    how = {"speed": speed, "turnSpeed": speed, "space": SPACE.as_json()}
+    return page.call("/omni/js/walking.js", "return m.walkingFrames(a[0], a[1], a[2])", full, count, how)
 
 
 def test_keys_move_as_the_reference_does(module_page: Page) -> None:
-    """One latent frame of W is 0.05 units ahead, of L 6 degrees right, of I 4 degrees up."""
-    place = walk(module_page, 4, held={"forward": 1})[-1]
-    assert (place["x"], place["z"]) == (0, pytest.approx(0.05))
-    assert math.degrees(walk(module_page, 4, held={"yaw": 1})[-1]["yaw"]) == pytest.approx(6)
-    assert math.degrees(walk(module_page, 4, held={"pitch": 1})[-1]["pitch"]) == pytest.approx(4)
+    """One latent frame of W is a step ahead, of L 6 degrees to the right, of I 4 degrees up; speeds multiply that."""
+    assert frames(module_page, 2, held={"forward": 1}) == [{"axes": {"forward": 1}}] * 2
+    assert frames(module_page, 1, held={"yaw": 1, "pitch": 1}) == [{"axes": {"yaw": 6, "pitch": 4}}]
+    assert frames(module_page, 1, 2, held={"right": -1, "yaw": -1}) == [{"axes": {"right": -2, "yaw": -12}}]
+    assert frames(module_page, 1) == [[]]
 
 
-def test_walking_follows_the_gaze_and_is_no_faster_diagonally(module_page: Page) -> None:
-    facing_right = {"x": 0, "y": 0, "z": 0, "yaw": math.pi / 2, "pitch": 0}
-    place = walk(module_page, 4, start=facing_right, held={"forward": 1})[-1]
-    assert (place["x"], place["z"]) == (pytest.approx(0.05), pytest.approx(0, abs=1e-12))
-    place = walk(module_page, 4, held={"forward": 1, "right": 1})[-1]
-    assert math.hypot(place["x"], place["z"]) == pytest.approx(0.05)
+def test_walking_is_no_faster_diagonally(module_page: Page) -> None:
+    [frame] = frames(module_page, 1, held={"forward": 1, "right": 1})
+    assert frame["axes"] == {"forward": pytest.approx(math.sqrt(0.5)), "right": pytest.approx(math.sqrt(0.5))}
 
 
 def test_a_tap_is_one_latent_frame(module_page: Page) -> None:
-    """However short, and no longer than that in a chunk of twelve."""
-    assert walk(module_page, 12, taps={"forward": 1})[-1]["z"] == pytest.approx(0.05)
+    """However short, and no longer than that in a chunk of three."""
+    assert frames(module_page, 3, taps={"forward": 1}) == [{"axes": {"forward": 1}}, [], []]
 
 
 def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
-    places = walk(module_page, 12, turnYaw=0.6)
-    assert [place["yaw"] for place in places] == pytest.approx([0.05 * n for n in range(1, 13)])
+    """Within the range of a latent frame."""
+    assert frames(module_page, 3, turnYaw=30, turnPitch=-6) == [{"axes": {"turn": 10, "look": -2}}] * 3
+    assert frames(module_page, 1, turnYaw=300) == [{"axes": {"turn": 90}}]
 
 
-def test_the_first_frame_is_the_start_image(module_page: Page) -> None:
-    assert walk(module_page, 9, first=True, held={"forward": 1})[0] == {"x": 0, "y": 0, "z": 0, "yaw": 0, "pitch": 0}
+def test_every_frame_is_one_the_server_takes(module_page: Page) -> None:
+    """At the highest speeds of the sliders, with everything held and dragged."""
+    held = dict.fromkeys(STILL, 1)
+    [frame] = frames(module_page, 1, 4, held=held, turnYaw=1e4, turnPitch=-1e4)
+    check_frame(SPACE, msgspec.convert(frame, ActionFrame))
 
 
-def test_one_cannot_look_past_the_zenith(module_page: Page) -> None:
-    assert math.degrees(walk(module_page, 400, held={"pitch": 1})[-1]["pitch"]) == pytest.approx(85)
+def places(page: Page, rows: list[list[float]], count: int, before: dict[str, float] | None) -> list[Any]:
+    return page.call("/omni/js/walking.js", "return m.placesOf(a[0], a[1], a[2])", rows, count, before)
 
 
-@pytest.mark.parametrize("yaw", [-7.0, -math.pi, -0.3, 0.0, 1.0, math.pi / 2, 6.5])
-@pytest.mark.parametrize("pitch", [-1.48, -0.2, 0.0, 0.7, 1.48])
-def test_every_pose_is_one_the_door_takes(module_page: Page, yaw: float, pitch: float) -> None:
-    """Rigid, OpenCV axes: looking up and to the right moves the forward axis there."""
-    code = "return m.poseOf({ x: 1, y: 2, z: 3, yaw: a[0], pitch: a[1] })"
-    pose = module_page.call("/omni/js/camera.js", code, yaw, pitch)
-    path = CameraPath.parse([pose], [500.0, 500.0, 416.0, 240.0], 9)
-    assert np.allclose(path.poses_N44[0], pose, atol=1e-6)
-    forward = np.array(pose)[:3, 2]
-    assert forward == pytest.approx(
-        [math.sin(yaw) * math.cos(pitch), -math.sin(pitch), math.cos(yaw) * math.cos(pitch)], abs=1e-9
-    )
+def test_world_poses_become_a_place_for_each_video_frame(module_page: Page) -> None:
+    """A row is the pose of its latent frame's last video frame; in between, the way is straight."""
+    rows = [[1.0, 2.0, 350.0, 0.0], [1.0, 4.0, 10.0, 8.0]]
+    first = places(module_page, rows, 5, None)
+    assert [place["z"] for place in first] == pytest.approx([2, 2.5, 3, 3.5, 4])
+    assert [math.degrees(place["yaw"]) for place in first] == pytest.approx([350, 355, 360, 365, 370])
+    later = places(module_page, rows, 8, {"x": 0, "z": 2, "yaw": math.radians(350), "pitch": 0})
+    assert [place["x"] for place in later] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
+    assert [math.degrees(place["pitch"]) for place in later] == pytest.approx([0, 0, 0, 0, 2, 4, 6, 8])
+    assert len(places(module_page, rows[:1], 1, None)) == 1
+
+
+def test_a_place_is_a_start_pose(module_page: Page) -> None:
+    """The same numbers that came; the heading within one turn."""
+    code = "return m.startPoseOf(m.placeOf(a[0]))"
+    pose = module_page.call("/omni/js/walking.js", code, [1.5, -2.0, -90.0, 12.0])
+    assert msgspec.convert(pose, StartPose) == StartPose(x_m=1.5, z_m=-2.0, heading_degrees=270.0, pitch_degrees=12.0)
+
+
+# ---- the watch on the picture ---------------------------------------------------------------------------------------
+
+WATCH = """const watch = new m.Watch(); let now = 0; const seen = [];
+    for (const [contrast, sharpness, count] of a[0]) {
+        for (let i = 0; i < count; i++) { now += 250; watch.add({ contrast, sharpness }, now); }
+        seen.push([watch.isGood, watch.isBroken(now)]);
+    }
+    return seen;"""
+
+
+@pytest.mark.parametrize(
+    ("contrast", "sharpness"), [(4, 5), (50, 0.5), (50, 20)], ids=["a flat picture", "fog", "a mosaic"]
+)
+def test_a_picture_that_stays_broken_is_noticed_after_three_seconds(
+    module_page: Page, contrast: float, sharpness: float
+) -> None:
+    """Usual pictures, two seconds of broken ones, one good one, then broken ones for longer."""
+    usual, bad = (50, 5), (contrast, sharpness)
+    parts = [(*usual, 12), (*bad, 8), (*usual, 1), (*bad, 8), (*bad, 8)]
+    seen = module_page.call("/omni/js/watch.js", WATCH, parts)
+    assert seen == [[True, False], [False, False], [True, False], [False, False], [False, True]]
+
+
+def test_walls_and_seasons_are_not_broken(module_page: Page) -> None:
+    """The flattest and the sharpest of 150 views of the village, and a change of style."""
+    parts = [(47, 5.5, 12), (18.5, 1.6, 40), (23, 1.12, 40), (87, 10.45, 40), (30, 3.4, 40)]
+    assert module_page.call("/omni/js/watch.js", WATCH, parts) == [[True, False]] * 5
+
+
+def test_contrast_and_sharpness_are_measured(module_page: Page) -> None:
+    """Of stripes of 0 and 100: half of their distance, and all of it from each pixel to the next."""
+    code = """const data = new Uint8ClampedArray(4 * 8 * 4).map((_, i) => (i % 4 === 3 ? 255 : (i >> 2) % 2 ? 100 : 0));
+        return [m.measure(data, 8, 4), m.measure(new Uint8ClampedArray(4 * 8 * 4).fill(70), 8, 4)]"""
+    stripes, flat = module_page.call("/omni/js/watch.js", code)
+    assert stripes == {"contrast": pytest.approx(50), "sharpness": pytest.approx(100)}
+    assert flat == {"contrast": 0, "sharpness": 0}
 
 
 # ---- pacing and playing ---------------------------------------------------------------------------------------------
@@ -350,6 +393,11 @@ def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
     assert stalls == 1  # when everything had been shown
 
 
+def test_a_player_that_expects_no_more_does_not_stall(module_page: Page) -> None:
+    code = "player.isResting = true; await push(0); run(3); return [drawn.length, player.numStalls]"
+    assert module_page.call("/omni/js/player.js", PLAY + code) == [12, 0]
+
+
 def test_a_slow_supply_slows_the_picture_evenly(module_page: Page) -> None:
     """Half as many frames as the video has are shown at about half the speed, without a stop in between."""
     code = "player.setSupply(8); for (const tag of [0, 1]) await push(tag); run(2.5); return [drawn, player.numStalls]"
@@ -423,7 +471,7 @@ def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: P
 def test_errors_in_a_module_reach_the_test(module_page: Page) -> None:
     """The driver itself: a throw is not taken for a value."""
     with pytest.raises(PageError, match="nonsense"):
-        module_page.call("/omni/js/camera.js", "throw new Error('nonsense')")
+        module_page.call("/omni/js/walking.js", "throw new Error('nonsense')")
 
 
 # ---- the world ----------------------------------------------------------------------------------------------------
@@ -455,8 +503,8 @@ def test_a_world_that_went_back_is_gone_on_with_from_there(module_page: Page) ->
       world.begin();
       const answer = (index) => hear(
         {type: 'frame', request_id: asked.shift(), session_id: 's', chunk_index: index, final: true});
-      for (let index = 0; index < 4; index++) { world.ask({poses: [0], intrinsics: []}); answer(index); }
-      world.ask({poses: [0], intrinsics: []});
+      for (let index = 0; index < 4; index++) { world.ask({steering: {actions: []}}); answer(index); }
+      world.ask({steering: {actions: []}});
       asked.shift();
       link.dispatchEvent(new CustomEvent('down', {detail: {}}));
       link.dispatchEvent(new CustomEvent('up', {detail: {hello: {}}}));
@@ -464,7 +512,7 @@ def test_a_world_that_went_back_is_gone_on_with_from_there(module_page: Page) ->
       const before = link.sent.length;
       hear({type: 'resumed', session_id: 's', next_chunk_index: 2, replayed: 0});
       const again = link.sent.length - before;
-      world.ask({poses: [0], intrinsics: []});
+      world.ask({steering: {actions: []}});
       answer(2);
       return {told, last: resume.last_chunk_id, again, lastChunk: world.lastChunk, pending: world.numPending};
     } finally { Link.pack = pack; }

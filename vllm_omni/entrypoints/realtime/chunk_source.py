@@ -8,7 +8,7 @@ Held by tests/entrypoints/realtime/{test_chunk_source,test_session,test_generate
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -73,6 +73,9 @@ class ChunkSource(ABC):
     @abstractmethod
     def sample(self, span: ChunkSpan) -> Controls:
         """Return the controls of the chunk that is about to be generated; called once for each chunk, in order."""
+
+    def note_result(self, meta: Mapping[str, Any]) -> None:  # noqa: B027  (most sources do not follow the results)
+        """Read the metadata of a chunk that is done, before the next one is sampled."""
 
 
 class PlannedChunks(ChunkSource):

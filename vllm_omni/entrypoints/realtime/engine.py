@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -20,6 +20,9 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SnapshotHeader
 
+WORLD_POSES: Final = "world_poses"
+"""Where a chunk's metadata and replies have the poses."""
+
 
 class ChunkResult(msgspec.Struct, frozen=True):
     """One generated chunk. frames_THWC: uint8 RGB, a view into the engine's answer; wall_ms: from submit to answer.
@@ -31,6 +34,14 @@ class ChunkResult(msgspec.Struct, frozen=True):
     frames_THWC: np.ndarray
     wall_ms: float
     trace: ChunkTrace = NO_CHUNK
+
+    @property
+    def world_pose_fields(self) -> dict[str, Any]:
+        """The field `world_poses` of replies: [x_m, z_m, heading_degrees, pitch_degrees] for each latent frame.
+
+        No field where the camera's pose in the world is unknown.
+        """
+        return {name: self.meta[name] for name in (WORLD_POSES,) if name in self.meta}
 
 
 class WorldEngine:

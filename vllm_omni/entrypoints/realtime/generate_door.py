@@ -196,6 +196,7 @@ class _Client(LiveClient):
                 height=self._size[0],
                 width=self._size[1],
             ),
+            options={} if init.start_pose is None else init.start_pose.as_option(),
             replies=ReplyOptions(
                 render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
                 inline=kind == "raw",
@@ -241,6 +242,10 @@ class _Client(LiveClient):
         for event_id in report.sample.applied if "receipts" in self._granted else ():
             applied = {"type": "event_applied", "event_id": event_id}
             messages.append(_pack({**applied, "chunk_index": report.chunk_index, "frame_offset": 0}))
+        if "world_poses" in self._granted and report.world_pose_fields:
+            messages.append(
+                _pack({"type": "world_poses", "chunk_index": report.chunk_index, **report.world_pose_fields})
+            )
         return messages
 
     def _stats(self, report: ChunkReport) -> bytes:

@@ -40,7 +40,10 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a chunk's `chunk_stats` that are known before it is sent. Times in milliseconds."""
+    """Fields of a chunk's `chunk_stats` that are known before it is sent. Times in milliseconds.
+
+    world_pose_fields: as `ChunkResult.world_pose_fields`.
+    """
 
     session_id: str
     request_id: str
@@ -52,6 +55,7 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
     num_frames: int
     raw_bytes: int
     content_type: str
+    world_pose_fields: dict[str, Any]
 
 
 class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +121,7 @@ class FrameBatcher:
             num_frames=len(frames_THWC),
             raw_bytes=frames_THWC.nbytes,
             content_type=_CONTENT_TYPES[self.format],
+            world_pose_fields=chunk.result.world_pose_fields,
         )
         return [
             FrameMessage(

@@ -28,8 +28,9 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.protocol import check_prompt, with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Loras
+from vllm_omni.worlds.start_pose import StartPose
 
-EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions")
+EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions", "world_poses")
 """Extensions a client may enable with `init.extensions`; others never see another message type."""
 
 INVALID_INIT: Final = "invalid generate request"
@@ -52,7 +53,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     prompts: extension; prompts that follow `prompt`, each from its second or chunk on; a prompt event comes in between.
     num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
     jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded. lora: LoRA adapters,
-    `[{"name", "scale"}]`.
+    `[{"name", "scale"}]`. start_pose: extension; where in the world the first frame was taken.
     """
 
     type: Literal["init"]
@@ -77,6 +78,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     enable_frame_interpolation: bool = False
     enable_upscaling: bool = False
     lora: Loras | None = None
+    start_pose: StartPose | None = None
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
 
     @property

@@ -18,6 +18,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import Loras, SessionId
+from vllm_omni.worlds.start_pose import StartPose
 
 PROTOCOL: Final = "omni.world.camera"
 PROTOCOL_VERSION: Final = 1
@@ -35,6 +36,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     frames_per_chunk: frames in one reply message; None = a whole chunk (4 for `ndarray_f32`).
     video_format: one of `CODECS`. with_mp4: each message also carries its frames as an MP4 file, in `mp4`.
     quality: JPEG quality. pose_policy: how poses that do not fill whole chunks are handled.
+    start_pose: where in the world the start image was taken; None = the world's own start images are recognised.
     lora: LoRA adapters from this request on, `[{"name", "scale"}]`; [] = none, None = as before.
     options: options of the model itself (JSON types), checked by the model.
     """
@@ -53,13 +55,15 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     with_mp4: bool = False
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     pose_policy: PosePolicy | None = None
+    start_pose: StartPose | None = None
     lora: Loras | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def model_options(self) -> dict[str, Any]:
         """The options that go to the model as they are; only those that were sent."""
         named = {name: getattr(self, name) for name in ("num_inference_steps", "guidance_scale", "negative_prompt")}
-        return {**{name: value for name, value in named.items() if value is not None}, **self.options}
+        start = {} if self.start_pose is None else self.start_pose.as_option()
+        return {**{name: value for name, value in named.items() if value is not None}, **start, **self.options}
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,11 +150,11 @@ class Branch(Message, frozen=True, kw_only=True):
     endpoint: ClassVar[str] = "branch"
 
     new_session_id: SessionId | None = None
+    disposable: bool = False
 
 
 class Resume(Message, frozen=True, kw_only=True):
     """Take a session over on this connection and replay the replies after chunk `last_chunk_id`."""
-    disposable: bool = False
 
     endpoint: ClassVar[str] = "resume"
 
@@ -273,11 +277,11 @@ def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_by
             "max_prompt_chars": limits.max_prompt_chars,
             "idle_timeout_s": limits.idle_timeout_s,
             "queue": limits.max_requests_per_connection,
+            "sessions": facts.max_sessions,
         },
         "resume": {"ttl_s": facts.session_idle_s},
         **({} if facts.card is None else {"domain": facts.card.domain, "world": facts.card.as_hello()}),
     }
-            "sessions": facts.max_sessions,
 
 
 def error_message(error: DoorError, request_id: str | None = None, session_id: str | None = None) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class FrameRenderer:
             message["seed"] = chunk.seed
         if chunk.warnings and offset == 0:
             message["warnings"] = list(chunk.warnings)
+        if offset == 0:
+            message |= chunk.result.world_pose_fields
         return encode({**message, **mp4, "video": video}, self.dialect)
 
     def _video(self, frames_THWC: np.ndarray) -> Any:

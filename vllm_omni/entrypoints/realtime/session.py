@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.realtime.session_host import SessionHost, SessionKey
 from vllm_omni.entrypoints.realtime.settled import settled
 from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.worlds.start_pose import options_of_chunk
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -70,9 +71,9 @@ class Session:
         self.connections: set[object] = set()
         """Open connections that have used this session; kept by the doors."""
         self.last_used_s = time.monotonic()
-        self.journal = Journal()
         self.pinged_s = self.last_used_s
         """When a client last said that it still wants this session."""
+        self.journal = Journal()
         self._clock = PlayClock()
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -81,12 +82,12 @@ class Session:
     def is_busy(self) -> bool:
         return self._waiting > 0
 
-    def close(self, reason: str) -> None:
     @property
     def idle_s(self) -> float:
         """Seconds since its last request; 0 while one runs."""
         return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
 
+    def close(self, reason: str) -> None:
         """The session is gone from the table: end its numbers and its spans; idempotent."""
         if self._closed:
             return
@@ -316,7 +317,7 @@ class Session:
             deadline_s=None if due is None else due.in_s,
             chunk_period_s=None if due is None else due.period_s,
             lora=None if controls.lora is None else list(controls.lora),
-            options=job.options,
+            options=options_of_chunk(job.options, is_first=span.number == 0),
         )
         trace = self.trace.chunk(span.chunk_index)
         try:
@@ -353,6 +354,7 @@ class Session:
         if number == 0:
             run.first_chunk = index
         controls = run.controls.popleft()
+        job.source.note_result(result.meta)
         prompt_applied = controls.prompt is not None and (not self.started or controls.prompt != self.prompt)
         self.prompt = controls.prompt if prompt_applied else self.prompt
         self.started, self.in_step = True, True

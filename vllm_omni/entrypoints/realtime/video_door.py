@@ -9,7 +9,8 @@ tests/entrypoints/realtime/test_video_door.py.
 
 import asyncio
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,22 +18,25 @@ import msgspec
 import numpy as np
 from starlette.websockets import WebSocket
 
-from vllm_omni.actions import ActionEntry
+from vllm_omni.actions import ActionEntry, ActionFrame, as_entry, check_frame
 from vllm_omni.entrypoints.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime import video_protocol as protocol
 from vllm_omni.entrypoints.realtime.analog_track import MAX_WAITING
 from vllm_omni.entrypoints.realtime.camera import CameraPath
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
 from vllm_omni.entrypoints.realtime.controls import ControlTrack, Script, States, TooManyEvents
+from vllm_omni.entrypoints.realtime.engine import WORLD_POSES
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, LiveDoor, MediaClock, TextFrames
-from vllm_omni.entrypoints.realtime.pose_track import PoseTrack, Progress
+from vllm_omni.entrypoints.realtime.pose_track import Command, PoseTrack, Progress, walks
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.inputs import Lora
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worlds.movement import world_pose
 
 PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
 
@@ -72,6 +76,7 @@ class _FragmentRenderer:
             "started_event_ids": list(progress.started),
             "active_event_ids": list(progress.active),
             "completed_event_ids": list(progress.completed),
+            **chunk.result.world_pose_fields,
         }
         if is_first:
             metadata["mime_type"] = self._encoder.mime_type
@@ -102,8 +107,19 @@ class _CommandedSource(LiveChunks):
             self._track.apply([script])
         self._acting: dict[str, None] = {}
         self._replaced: list[str] = []
-        self._poses = PoseTrack()
+        self._poses = PoseTrack(walks=walks(facts.actions))
+        self._frame = _SessionFrame(facts)
+        self._expected: deque[np.ndarray | None] = deque()
         self.uses_poses = False
+
+    def check_velocity(self, command: Command) -> None:
+        """Raise `DoorError` for a velocity beyond the range of the model's axes."""
+        if not self._poses.walks or command.mode != "velocity":
+            return
+        try:
+            check_frame(self._facts.actions, ActionFrame(axes=command.walk_axes(self._facts.key_step)), "the velocity")
+        except RequestFailed as failure:
+            raise DoorError("invalid_camera", failure.message, param="translation") from None
 
     def take(self, interaction: protocol.Interaction) -> None:
         """Raises `DoorError` `too_many_events`, and then nothing of it is taken."""
@@ -132,11 +148,18 @@ class _CommandedSource(LiveChunks):
 
     def sample(self, span: ChunkSpan) -> Controls:
         progress, camera, actions = Progress(), None, None
+        velocity = self._poses.velocity if self._poses.walks else None
         if self.uses_poses:
             poses_N44, progress = self._poses.sample(span.num_frames, span.num_latents)
+        if velocity is not None:
+            frame = as_entry(ActionFrame(axes=velocity.walk_axes(self._facts.key_step)))
+            actions = [frame] * span.num_latents
+        elif self.uses_poses:
+            poses_N44 = self._frame.of_session(poses_N44, starts=span.chunk_index == 0)
             camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (span.num_frames, 1)))
         elif self._facts.actions.has_controls:
             actions, progress = self._sample_actions(span.num_latents)
+        self._expected.append(None if velocity is None else self._poses.position_3)
         prompt = self._timed.take(span.chunk_index, span.first_frame)
         if span.chunk_index == 0:
             prompt = prompt or self._prompt
@@ -150,6 +173,56 @@ class _CommandedSource(LiveChunks):
             begun, ended = (dict.fromkeys((*ids, event_id)) for ids in (progress.started, progress.completed))
             progress = Progress(tuple(begun), progress.active, tuple(ended))
         return Controls(actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress)
+
+    def note_result(self, meta: Mapping[str, Any]) -> None:
+        """Go on from where the world's walls have stopped a velocity."""
+        expected_3 = self._expected.popleft()
+        world_poses = meta.get(WORLD_POSES)
+        if world_poses is None:
+            return
+        self._frame.note(world_poses)
+        if expected_3 is None:
+            return
+        off_3 = self._frame.position_3(world_poses[-1]) - expected_3
+        self._poses.shift(off_3)
+        self._expected = deque(None if later_3 is None else later_3 + off_3 for later_3 in self._expected)
+
+
+class _SessionFrame:
+    """Coordinates of a session of which the pose in the world may be known.
+
+    Commands are relative to the start image. A session that its client's poses start has their coordinates; one that
+    actions start, where its pose is known, has the world's, in units of poses.
+    """
+
+    def __init__(self, facts: WorldFacts) -> None:
+        self._unit_m = 1.0 if facts.card is None else facts.card.metres_per_unit
+        self._start_44: np.ndarray | None = None
+        self._first_44: np.ndarray | None = None
+
+    def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
+        """Return poses relative to the start image in the session's coordinates. starts: the session's first ones."""
+        if starts:
+            self._first_44 = poses_N44[0].astype(np.float64)
+        if self._first_44 is not None or self._start_44 is None:
+            return poses_N44
+        return (self._start_44 @ poses_N44).astype(np.float32)
+
+    def note(self, world_poses: Sequence[Sequence[float]]) -> None:
+        """Read the world poses of a chunk; the session's first one is the start image's."""
+        if self._start_44 is None:
+            self._start_44 = self._pose_44(world_poses[0])
+
+    def position_3(self, row: Sequence[float]) -> np.ndarray:
+        """The position of a world pose, as commands count it."""
+        assert self._start_44 is not None
+        relative_44 = np.linalg.inv(self._start_44) @ self._pose_44(row)
+        return (relative_44 if self._first_44 is None else self._first_44 @ relative_44)[:3, 3]
+
+    def _pose_44(self, row: Sequence[float]) -> np.ndarray:
+        pose_44 = world_pose(*row).numpy()
+        pose_44[:3, 3] /= self._unit_m
+        return pose_44
 
 
 class _Client(LiveClient):
@@ -211,7 +284,7 @@ class _Client(LiveClient):
         config = {"model": facts.model, "prompt": start.prompt, "width": size[1], "height": size[0], "fps": fps}
         config |= {"num_frames": start.num_frames, "seed": start.seed, "session_id": session.session_id}
         await self._send({"type": "video.start", "request_id": request_id, "format": protocol.FORMAT, "config": config})
-        timed = PromptSchedule(start.extra_params.prompts, fps)
+        timed, start_pose = PromptSchedule(start.extra_params.prompts, fps), start.extra_params.start_pose
         self._source = _CommandedSource(start, timed, script, facts, size, num_chunks)
         self.start(
             Job(
@@ -223,6 +296,7 @@ class _Client(LiveClient):
                     height=size[0],
                     width=size[1],
                 ),
+                options={} if start_pose is None else start_pose.as_option(),
                 replies=ReplyOptions(
                     render=_FragmentRenderer(fps, request_id),
                     keep=False,
@@ -279,6 +353,8 @@ class _Client(LiveClient):
             raise DoorError("interaction_failed", "the served model takes no camera")
         if interaction.command is not None and self._source.has_actions:
             raise DoorError("interaction_failed", "actions steer this session; start one without to command the camera")
+        if interaction.command is not None:
+            self._source.check_velocity(interaction.command)
         if interaction.actions is not None and self._source.uses_poses:
             raise DoorError("interaction_failed", "camera commands steer this session; start one for actions")
         if interaction.actions is not None and not self.facts.actions.has_controls:

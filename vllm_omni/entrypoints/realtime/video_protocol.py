@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.realtime.pose_track import Command, unit_quaternion
 from vllm_omni.entrypoints.realtime.protocol import check_prompt, with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Lora, Loras
+from vllm_omni.worlds.start_pose import StartPose
 
 FORMAT: Final = "m4s"
 MAX_CONTROL_BYTES: Final = 128 * 1024
@@ -40,12 +41,14 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     """camera_action_script: camera keys held in each latent frame. action_script (ours): any actions of each latent
     frame, checked against the model. pace_to_media_time: send no faster than it plays.
 
+    start_pose: where in the world the start image was taken; None = the world's own start images are recognised.
     prompts: those that follow the first one, each from its second or chunk on; interactions may come in between.
     """
 
     camera_action_script: Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None = None
     action_script: Any = None
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
+    start_pose: StartPose | None = None
     pace_to_media_time: bool = False
     preencode_mp4: bool = False
 

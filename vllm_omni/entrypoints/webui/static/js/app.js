@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ties the parts together: what happens with a chunk, a click, a loss. Each part's own work is in its own file.
 
-import { intrinsicsFor, poseOf, START, walk } from "./camera.js";
 import { Minimap } from "./minimap.js";
 import { Notices } from "./dialogs.js";
 import { Marks } from "./marks.js";
@@ -9,12 +8,20 @@ import { Pacer } from "./pacer.js";
 import { Player } from "./player.js";
 import { download, fileName, Recorder } from "./recorder.js";
 import { Stats } from "./stats.js";
+import { moves, placesOf, startPoseOf, walkingFrames, walks } from "./walking.js";
+import { Watch } from "./watch.js";
 import { World } from "./world.js";
 
 const MAP_EVERY_MS = 100;
 const MAKING_TEXT = "Making the first pictures …";
 const ENGINE_FAILED = 1011; // the close code of a server whose engine has died
 const TRAIL_CHUNKS = 256;
+const OVERDUE_MS = 2000; // or twice what the server usually takes
+const AUTOMATIC_EVERY_MS = 10_000; // between marks that are set by themselves
+const AUTOMATIC_MARKS = 2;
+const LEAST_SESSIONS = 4; // of a server on which visitors may have such marks
+const BROKEN_TEXT = "The picture has lost its world.";
+const SETTLE_S = 2; // of video after a start or a new prompt, which take some chunks to take effect
 const ENGINE_TEXT = "The engine has stopped. This world is lost unless the server kept a copy; trying to resume it …";
 
 export class App {
@@ -25,14 +32,20 @@ export class App {
   isStopped = false; // a request failed for good: nothing is asked for until the visitor says so
   isLost = false; // the server keeps this world no longer
   hasEngineFailed = false; // and no chunk has come since
+  isStalled = false; // a picture is overdue, or the server does not answer
   prompt = "";
+  appliedFrame = 0; // from which the prompt holds, if it was changed
   #choice = null; // what the world was begun with
-  #place = START; // where the next chunk sets out
+  #place = null; // where the last chunk ended, in the world; null = unknown
+  #shownPlace = null; // the same of the picture that is shown
+  #restlessFrames = 0; // video frames that are still asked for though nothing is held
   #trail = []; // {chunk, place}: where the last chunks ended, in case the server has only earlier ones
   #nextPrompt = null;
   #isAwaited = false; // the world's first picture has not come
   #steadySince = 0; // times that began before are of an outage or a pause, not of the server
   #mapDrawn = 0;
+  #automatic = []; // marks set by themselves, the oldest first, each {at, ...} as in `marks`
+  #markedAt = 0;
   #thumbnail = document.createElement("canvas");
 
   /** elements: view, map, notices, live, marks. onstate(): something the buttons show has changed. */
@@ -46,6 +59,7 @@ export class App {
     this.player = new Player(elements.view);
     this.pacer = new Pacer();
     this.stats = new Stats();
+    this.watch = new Watch();
     this.map = new Minimap(elements.map);
     this.notices = new Notices(elements.notices, elements.live);
     this.marks = new Marks(elements.marks, {
@@ -70,19 +84,24 @@ export class App {
 
   // -- what the visitor does ------------------------------------------------------------------------------------------
 
-  /** choice: {image, prompt, seed, width, height}; place: where it was taken; notice: what to say of the picture. */
+  /** choice: {image, prompt, seed, width, height}; startPose: where it was taken, if not the server knows; notice: what to
+   * say of the picture. */
   begin(choice) {
     if (!this.link.isUp) {
       this.notices.show("There is no connection yet; try again in a moment.", { isBad: true });
       return;
     }
     this.recorder.stop();
+    this.#forgetAutomatic();
+    this.watch.reset();
     this.world.begin();
     this.player.flush();
     this.player.fps = this.link.hello.fps;
     this.pacer.forget();
     this.map.setPath([]);
-    [this.#choice, this.#place, this.prompt, this.#nextPrompt] = [choice, choice.place ?? START, choice.prompt, null];
+    [this.#choice, this.prompt, this.#nextPrompt, this.appliedFrame] = [choice, choice.prompt, null, 0];
+    [this.#place, this.#shownPlace, this.#trail] = [null, null, []];
+    this.#settle();
     [this.isLive, this.isPaused, this.player.isPaused, this.#isAwaited] = [true, false, false, true];
     this.#clearFailure();
     this.controls.take();
@@ -113,12 +132,14 @@ export class App {
   async beginFromView() {
     if (this.#space.image === "none") return this.restart();
     const blob = await new Promise((resolve) => this.elements.view.toBlob(resolve, "image/png"));
-    this.begin({ ...this.#choice, prompt: this.prompt, image: new Uint8Array(await blob.arrayBuffer()), place: this.#place });
+    const startPose = this.#shownPlace === null ? null : startPoseOf(this.#shownPlace);
+    this.begin({ ...this.#choice, prompt: this.prompt, image: new Uint8Array(await blob.arrayBuffer()), startPose });
   }
 
   leave() {
     if (!this.isLive) return;
     this.recorder.stop();
+    this.#forgetAutomatic();
     this.marks.all.forEach(({ sessionId }) => this.world.free(sessionId));
     this.marks.clear();
     this.world.end();
@@ -177,35 +198,70 @@ export class App {
   /** Keep the world as it is after the last chunk, to come back to. */
   async mark() {
     await this.#between(async () => {
-      const { sessionId, nextChunk } = await this.world.branch();
-      const mark = this.marks.add({
-        sessionId,
-        nextChunk,
-        place: this.#place,
-        path: this.map.path,
-        prompt: this.prompt,
-        thumbnail: await this.#makeThumbnail(),
-      });
+      const mark = this.marks.add({ ...(await this.#branch()), thumbnail: await this.#makeThumbnail() });
       this.notices.show(`Mark ${mark.name} is set. Walk on, and come back to it whenever you like.`);
     }, "The mark could not be set");
   }
 
-  /** Go on from a mark, in a new copy of its world; the mark stays. */
-  async goBack(mark) {
-    await this.#between(async () => {
+  /** A copy of the world as it is now, with what the page knows of it. */
+  async #branch(isDisposable = false) {
+    const { sessionId, nextChunk } = await this.world.branch(this.world.sessionId, isDisposable);
+    return { sessionId, nextChunk, place: this.#place, path: this.map.path, prompt: this.prompt };
+  }
+
+  /** Go on from a mark, in a new copy of its world; the mark stays. Returns whether that was possible. */
+  goBack(mark, text = `Back at mark ${mark.name}.`) {
+    return this.#between(async () => {
       const { sessionId, nextChunk } = await this.world.branch(mark.sessionId);
       this.world.switchTo(sessionId, nextChunk - 1);
       this.player.flush();
-      [this.#place, this.prompt, this.#nextPrompt] = [mark.place, mark.prompt, null];
+      [this.#place, this.prompt, this.#nextPrompt, this.appliedFrame] = [mark.place, mark.prompt, null, 0];
       this.map.setPath(mark.path);
+      this.#settle();
       this.pause(false);
-      this.notices.show(`Back at mark ${mark.name}.`);
+      this.watch.forgive();
+      this.notices.show(text);
     }, "It is not possible to go back there");
   }
 
-  /** Run `work` when no request is under way and none is sent meanwhile. */
+  /** Keep a copy of the world every ten seconds, as long as it looks as it should, to go back to when it does not. */
+  async #markByItself(now) {
+    const isOffered = this.link.hello?.world && this.link.hello.limits.sessions >= LEAST_SESSIONS;
+    if (!isOffered || now - this.#markedAt < AUTOMATIC_EVERY_MS || this.#isAwaited || this.isPaused || this.isResting) return;
+    if (!this.watch.isGood) return;
+    this.#markedAt = now;
+    await this.#between(async () => {
+      this.#automatic.push({ ...(await this.#branch(true)), at: now });
+      if (this.#automatic.length > AUTOMATIC_MARKS) this.world.free(this.#automatic.shift().sessionId);
+    }, null);
+  }
+
+  #forgetAutomatic() {
+    for (const { sessionId } of this.#automatic) this.world.free(sessionId);
+    [this.#automatic, this.#markedAt] = [[], performance.now()];
+  }
+
+  /** Offer a way out of a picture that has gone flat or broken. */
+  #offerWayOut(now) {
+    const isSaid = this.notices.text === BROKEN_TEXT;
+    if (!this.watch.isBroken(now)) {
+      if (isSaid && this.watch.isGood) this.notices.hide();
+    } else if (this.notices.text === "") {
+      const [mark] = this.#automatic;
+      const back = { label: "Go back 10 s", run: () => this.#goBackByItself(mark) };
+      const over = { label: "Start over", run: () => this.restart() };
+      this.notices.show(BROKEN_TEXT, { action: mark ? back : over });
+    }
+  }
+
+  async #goBackByItself(mark) {
+    this.#automatic = this.#automatic.filter((other) => other === mark);
+    if (!(await this.goBack(mark, "Back where the world was whole."))) this.#automatic = []; // the server has closed it
+  }
+
+  /** Run `work` when no request is under way and none is sent meanwhile. Returns whether it has been done. */
   async #between(work, failure) {
-    if (!this.isLive || !this.world.hasBegun || this.world.isHeld || !this.link.isUp) return;
+    if (!this.isLive || !this.world.hasBegun || this.world.isHeld || !this.link.isUp) return false;
     this.world.isHeld = true;
     try {
       while (this.world.numPending > 0) {
@@ -213,8 +269,10 @@ export class App {
         if (!this.link.isUp) throw new Error("The connection was lost.");
       }
       await work();
+      return true;
     } catch (error) {
-      this.notices.show(`${failure}: ${error.message}`, { isBad: true });
+      if (failure !== null) this.notices.show(`${failure}: ${error.message}`, { isBad: true });
+      return false;
     } finally {
       if (this.link.isUp) this.world.isHeld = false;
       this.onstate();
@@ -224,8 +282,14 @@ export class App {
   // -- every picture --------------------------------------------------------------------------------------------------
 
   tick(now) {
+    this.player.isResting = this.isResting;
     this.player.tick(now);
     this.#askInTime();
+    this.#noteStall(now);
+    if (this.isLive) {
+      this.#markByItself(now);
+      this.#offerWayOut(now);
+    }
     if (now - this.#mapDrawn > MAP_EVERY_MS) {
       this.#mapDrawn = now;
       this.map.draw();
@@ -235,26 +299,61 @@ export class App {
   #askInTime() {
     // After the engine failed a chunk is asked for even in a pause: only its coming shows that the world goes on.
     if (!this.isLive || this.isStopped || (this.isPaused && !this.hasEngineFailed) || !this.world.canAsk) return;
+    if (this.isResting) return;
     const bufferedMs = this.hasEngineFailed ? 0 : this.player.bufferedMs;
     if (this.pacer.isTime(bufferedMs, this.world.numPending)) this.#ask();
+  }
+
+  /** A picture that stands still must not look live. */
+  #noteStall(now) {
+    const since = this.world.waitingSince;
+    const overdueMs = Math.max(OVERDUE_MS, 2 * (this.pacer.neededMs ?? Infinity));
+    const isWaiting = this.isLive && !this.#isAwaited && !this.isPaused && !document.hidden && this.link.isUp;
+    const isStalled = isWaiting && ((since !== null && now - since > overdueMs) || this.link.silentMs > OVERDUE_MS);
+    if (isStalled === this.isStalled) return;
+    this.isStalled = isStalled;
+    this.onstate();
+  }
+
+  /** Whether nothing would change: nothing is held, awaited or recorded, and the camera has come to rest. */
+  get isResting() {
+    if (!this.isWalk || !this.world.hasBegun || this.hasEngineFailed || this.recorder.isOn) return false;
+    return this.#restlessFrames <= 0 && this.#nextPrompt === null && !this.controls.isActive && this.world.numPending === 0;
+  }
+
+  /** Whether a camera walks; other worlds may move by themselves. */
+  get isWalk() {
+    return this.#space.pose && walks(this.#space);
+  }
+
+  /** Whether it is known where the camera is in the world. */
+  get isPlaced() {
+    return this.#place !== null;
+  }
+
+  #settle() {
+    this.#restlessFrames = SETTLE_S * (this.link.hello?.fps ?? 0);
   }
 
   #ask() {
     const { hello } = this.link;
     const first = !this.world.hasBegun;
     const count = first ? hello.first_chunk_frames : hello.chunk_frames;
-    const { steering, places, inputAt } = this.#space.pose ? this.#walk(count, first) : this.#play(count);
+    const numLatents = Math.ceil(count / hello.vae_stride[0]);
+    const { frames, inputAt } = this.isWalk ? this.#walk(numLatents, first) : this.game.take(numLatents);
     const prompt = this.#space.prompt === "none" ? null : first ? this.#choice.prompt : this.#nextPrompt;
     const isRecorded = this.recorder.isOn && !this.recorder.isClosing;
     const start = first ? { ...(this.#choice.image ? { image: this.#choice.image } : {}), restart: true } : {};
-    const startBody = first ? { seed: this.#choice.seed, width: this.#choice.width, height: this.#choice.height } : {};
+    const { seed, width, height, startPose } = this.#choice;
+    const startBody = first ? { seed, width, height, ...(startPose ? { start_pose: startPose } : {}) } : {};
     this.world.ask({
-      steering,
+      steering: { actions: frames },
       extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
       extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true } : {}) },
-      note: { places, prompt, isRecorded, inputAt, from: this.#place },
+      note: { prompt, isRecorded, inputAt },
     });
-    this.#place = places.at(-1) ?? this.#place;
+    if (prompt !== null) this.#settle();
+    else this.#restlessFrames = moves(frames) ? Math.max(this.#restlessFrames, 1) : this.#restlessFrames - count;
     if (!first) this.#nextPrompt = null;
     this.onstate();
   }
@@ -263,20 +362,12 @@ export class App {
     return this.game.space;
   }
 
-  /** A chunk of a world that a camera walks through: a pose for each of its pixel frames. */
+  /** Actions of a camera that walks. A session's first latent frame is the start image: what is touched then waits. */
   #walk(count, first) {
-    const { hello } = this.link;
+    if (first) return { frames: Array.from({ length: count }, () => []), inputAt: null };
     const reading = this.controls.take();
-    const pace = { framesPerStep: hello.vae_stride[0], speed: this.speed, turnSpeed: this.turnSpeed };
-    const places = walk(this.#place, count, reading, pace, first);
-    const intrinsics = intrinsicsFor(hello.intrinsics_reference_size, hello.key_focal, this.#choice);
-    return { steering: { cameras: { poses: places.map(poseOf), intrinsics } }, places, inputAt: reading.inputAt };
-  }
-
-  /** A chunk of a world of buttons and axes: actions for each of its latent frames. */
-  #play(count) {
-    const { frames, inputAt } = this.game.take(Math.ceil(count / this.link.hello.vae_stride[0]));
-    return { steering: { actions: frames }, places: [], inputAt };
+    const how = { speed: this.speed, turnSpeed: this.turnSpeed, space: this.#space };
+    return { frames: walkingFrames(reading, count, how), inputAt: reading.inputAt };
   }
 
   #chunk({ message, request }) {
@@ -295,15 +386,27 @@ export class App {
     this.stats.chunk(wallMs, message.video.reduce((sum, file) => sum + file.length, 0), message.timing);
     this.recorder.add(message.mp4, message.num_frames);
     this.#closeRecording();
-    const { places, inputAt } = request.note;
-    this.#trail = [...this.#trail.slice(-TRAIL_CHUNKS), { chunk: message.chunk_index, place: places.at(-1) ?? this.#place }];
+    const { inputAt } = request.note;
+    const places = this.#placesOf(message);
+    this.#trail = [...this.#trail.slice(-TRAIL_CHUNKS), { chunk: message.chunk_index, place: this.#place }];
     this.player.push(message.video, { places, inputAt, sentAt: request.sentAt, cameAt });
     this.#askInTime();
     for (const warning of message.warnings ?? []) this.notices.show(warning);
   }
 
+  /** Where the video frames of a chunk are, as the server says; none where it does not. */
+  #placesOf({ world_poses: rows, chunk_index: chunk, num_frames: count }) {
+    const [before, wasPlaced] = [this.#place, this.isPlaced];
+    const places = rows ? placesOf(rows, count, chunk === 0 ? null : (before ?? placesOf(rows, 1, null)[0])) : [];
+    this.#place = places.at(-1) ?? null;
+    if (this.isPlaced !== wasPlaced) this.onstate();
+    return places;
+  }
+
   #shown({ tag, index }) {
-    if (tag.places[index]) this.map.add(tag.places[index]);
+    this.#shownPlace = tag.places[index] ?? null;
+    if (this.#shownPlace) this.map.add(this.#shownPlace);
+    this.watch.look(this.elements.view);
     if (index === 0 && tag.inputAt !== null && tag.inputAt >= this.#steadySince) {
       this.stats.photon(tag.inputAt, tag.sentAt, tag.cameAt, performance.now());
     }
@@ -328,8 +431,7 @@ export class App {
 
   #trouble({ text, code, lost, request, retryable }) {
     if (request) {
-      // Its frames will not come: set out again from where it did.
-      this.#place = request.note.from;
+      this.#restlessFrames = Math.max(this.#restlessFrames, 1); // its frames will not come
       this.#closeRecording();
       if (request.note.prompt !== null && this.world.hasBegun) this.#nextPrompt ??= request.note.prompt;
     }
@@ -374,11 +476,11 @@ export class App {
     this.onstate();
   }
 
-  /** The server went on from a copy that is some chunks old: set out from where that one ended. */
+  /** The server went on from a copy that is some chunks old: that one ended elsewhere. */
   #rewound() {
-    const known = this.#trail.filter(({ chunk }) => chunk <= this.world.lastChunk);
-    this.#place = known.at(-1)?.place ?? this.#place;
-    this.#trail = known;
+    this.#trail = this.#trail.filter(({ chunk }) => chunk <= this.world.lastChunk);
+    this.#place = this.#trail.at(-1)?.place ?? null;
+    this.#settle();
     this.#closeRecording();
   }
 

@@ -59,6 +59,11 @@ export class Notices {
     if (!stays) this.#timer = setTimeout(() => this.hide(), 4000 + 40 * text.length);
   }
 
+  /** What is said now; "" = nothing. */
+  get text() {
+    return this.#box.hidden ? "" : this.#box.firstChild.textContent;
+  }
+
   hide() {
     clearTimeout(this.#timer);
     this.#box.hidden = true;

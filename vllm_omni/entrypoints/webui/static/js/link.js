@@ -29,6 +29,7 @@ export class Link extends EventTarget {
   #failures = 0;
   #timers = new Set();
   #heardAt = 0;
+  #askedAt = null; // when a ping was sent that nothing has followed yet
   #askKey;
   #key = null;
 
@@ -38,6 +39,11 @@ export class Link extends EventTarget {
     this.#askKey = askKey;
     document.addEventListener("visibilitychange", () => this.#retryNow());
     addEventListener("online", () => this.#retryNow());
+  }
+
+  /** Milliseconds for which the server has not answered; 0 = it has. */
+  get silentMs() {
+    return this.isUp && this.#askedAt !== null && !document.hidden ? performance.now() - this.#askedAt : 0;
   }
 
   get isUp() {
@@ -108,6 +114,7 @@ export class Link extends EventTarget {
   #hear(socket, data) {
     if (socket !== this.#socket) return;
     this.#heardAt = performance.now();
+    this.#askedAt = null;
     if (typeof data === "string") return;
     const message = decode(data);
     if (this.hello === null && message.type === undefined) {
@@ -126,15 +133,14 @@ export class Link extends EventTarget {
 
   #ping(socket) {
     if (socket !== this.#socket) return;
-    if (!document.hidden) {
-      if (performance.now() - this.#heardAt > SILENCE_MS) {
-        this.#lost(socket, "the connection went silent");
-        return;
-      }
-      this.send({ endpoint: "ping", t: performance.now() });
-    } else {
-      this.#heardAt = performance.now();
+    if (document.hidden) {
+      this.#heardAt = performance.now(); // the browser may hold messages back
+    } else if (performance.now() - this.#heardAt > SILENCE_MS) {
+      this.#lost(socket, "the connection went silent");
+      return;
     }
+    this.#askedAt ??= performance.now();
+    this.send({ endpoint: "ping", t: performance.now() }); // also keeps the session of a page that is idle
     this.#after(PING_MS, () => this.#ping(socket));
   }
 
@@ -159,7 +165,7 @@ export class Link extends EventTarget {
   #drop() {
     this.#clearTimers();
     const socket = this.#socket;
-    this.#socket = this.hello = this.rttMs = null;
+    this.#socket = this.hello = this.rttMs = this.#askedAt = null;
     if (socket) socket.onclose = socket.onmessage = null;
   }
 

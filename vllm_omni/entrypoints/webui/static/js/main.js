@@ -46,6 +46,8 @@ link.addEventListener("up", ({ detail: { hello } }) => {
   status = ["up", "Connected"];
   by("model").textContent = hello.model;
   configure(hello.actions);
+  controls.rises = !hello.world?.has_walls; // who is stopped by walls stays on the ground
+  document.body.dataset.ground = controls.rises ? "open" : "walls";
   start.configure(hello);
   app.map.setWorld(hello.world);
   promptButtons(by("prompts"), hello.world?.prompts ?? [], ({ text }) => app.isLive && app.setPrompt(text));
@@ -73,11 +75,11 @@ function configure(space) {
   spaceText = JSON.stringify(space);
   game.configure(space);
   const { dataset } = document.body;
-  dataset.steering = space.pose ? "walk" : "play";
-  dataset.mouse = space.pose || game.hasMouse ? "look" : "none";
+  dataset.steering = app.isWalk ? "walk" : "play";
+  dataset.mouse = game.hasMouse ? "look" : "none";
   [dataset.prompt, dataset.image] = [space.prompt, space.image];
-  showPressed = space.pose ? () => {} : fillPanel(by("actions"), game);
-  by("help-actions").replaceChildren(...(space.pose ? [] : helpRows(space).map(helpRow)));
+  showPressed = app.isWalk ? () => {} : fillPanel(by("actions"), game);
+  by("help-actions").replaceChildren(...(app.isWalk ? [] : helpRows(space).map(helpRow)));
 }
 
 function helpRow([keys, title]) {
@@ -187,7 +189,8 @@ function show() {
   for (const id of ["pause", "restart", "mark", "record", "picture", "look", "leave", "apply"]) by(id).disabled = !app.isLive;
   setToggle("pause", app.isPaused, app.isPaused ? "Resume" : "Pause");
   setToggle("record", app.recorder.isOn, app.recorder.isClosing ? "Saving …" : app.recorder.isOn ? "Stop and save" : "Record");
-  by("view").parentElement.classList.toggle("is-dimmed", app.isLive && kind !== "up");
+  by("stage").classList.toggle("is-dimmed", app.isLive && (kind !== "up" || app.isStalled));
+  document.body.dataset.place = app.isPlaced ? "known" : "unknown";
   if (lastPrompt !== app.prompt && document.activeElement !== by("prompt")) by("prompt").value = app.prompt;
   lastPrompt = app.prompt;
   markPrompt(by("prompts"), app.prompt);
@@ -200,6 +203,7 @@ function worldStatus(kind, text) {
   if (app.hasEngineFailed) return "The engine has stopped";
   if (kind !== "up") return text;
   if (app.isStopped) return "Stopped by an error";
+  if (app.isStalled) return "No picture comes from the server";
   return app.isPaused ? "Paused" : "Live";
 }
 

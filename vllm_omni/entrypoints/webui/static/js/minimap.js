@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The walk seen from above, drawn to fit: where one was, where one is and looks, and the marks one can go back to. Under
-// it lies the world's own map, if the server has one.
+// The walk seen from above, drawn to fit: where one was, where one is and looks, and the marks one can go back to, in
+// metres and as the server reports it. Under it lies the world's own map, if the server has one.
 
 const MARGIN = 18;
-const SMALLEST_SPAN = 0.5; // units; a standing visitor is not magnified beyond this
+const SMALLEST_SPAN = 5; // metres; a standing visitor is not magnified beyond this
 const SMALLEST_ON_MAP = 0.5; // of the map's side
 const MAX_POINTS = 4000;
 
@@ -12,8 +12,7 @@ export class Minimap {
   #colours = null;
   #path = [];
   #marks = [];
-  #ground = null; // {image, side}: the world's map and how many units it covers
-  #metresPerUnit = null;
+  #ground = null; // {image, side}: the world's map and how many metres it covers
 
   constructor(canvas) {
     this.#canvas = canvas;
@@ -22,13 +21,12 @@ export class Minimap {
 
   /** world: what the server's greeting says of its world, or undefined. */
   setWorld(world) {
-    this.#metresPerUnit = world?.metres_per_unit ?? null;
     if (!world?.map) {
       this.#ground = null;
     } else if (this.#ground?.file !== world.map.file) {
       const image = new Image();
       image.src = `world/${world.map.file}`;
-      this.#ground = { file: world.map.file, image, side: world.map.side_m / world.metres_per_unit };
+      this.#ground = { file: world.map.file, image, side: world.map.side_m };
     }
   }
 
@@ -58,9 +56,7 @@ export class Minimap {
     const degrees = Math.round((((here.yaw * 180) / Math.PI) % 360 + 360) % 360);
     const start = this.#path[0];
     const way = Math.hypot(here.x - start.x, here.z - start.z);
-    const length = this.#metresPerUnit ? `${(way * this.#metresPerUnit).toFixed(1)} m` : `${way.toFixed(1)} units`;
-    const note = this.#ground ? " The map counts steps; walls stop you in the picture only." : "";
-    return `${length} from the start, facing ${degrees}°.${note}`;
+    return `${way.toFixed(1)} m from the start, facing ${degrees}°.`;
   }
 
   draw() {
@@ -87,12 +83,17 @@ export class Minimap {
     if (onGround) stroke(context, 5, "rgb(0 0 0 / 0.55)");
     stroke(context, 2, palette.path);
     disc(context, toMap.point(this.#path[0]), 3, palette.path);
-    this.#marks.forEach((mark) => marker(context, toMap.point(mark.place), mark.name, palette));
+    this.#placed.forEach((mark) => marker(context, toMap.point(mark.place), mark.name, palette));
     visitor(context, toMap.point(this.#path.at(-1)), this.#path.at(-1).yaw, this.#colours.accent);
   }
 
+  /** Marks whose place is known. */
+  get #placed() {
+    return this.#marks.filter(({ place }) => place !== null);
+  }
+
   #fit(width, height) {
-    const all = [...this.#path, ...this.#marks.map(({ place }) => place)];
+    const all = [...this.#path, ...this.#placed.map(({ place }) => place)];
     const [xs, zs] = [all.map(({ x }) => x), all.map(({ z }) => z)];
     const [left, right] = all.length ? [min(xs), max(xs)] : [0, 0];
     const [near, far] = all.length ? [min(zs), max(zs)] : [0, 0];

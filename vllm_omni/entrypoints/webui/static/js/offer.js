@@ -1,27 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // What one can begin with on this server: the pictures and prompts of its own world, or else the page's samples.
 
-import { START } from "./camera.js";
 import { SAMPLES } from "./samples.js";
 
 /**
- * `hello`: the server's greeting; withoutPicture: a world may begin without one. Returns {prompts: [{name, text}], starts: [{name, file, prompt, promptName, place}],
+ * `hello`: the server's greeting; withoutPicture: a world may begin without one. Returns {prompts: [{name, text}], starts: [{name, file, prompt, promptName}],
  * about}: `promptName` is null and `prompts` empty where the page's samples are offered; `about` says what a world can
  * show, "" if nobody says.
  */
 export function offer({ world } = {}, withoutPicture = false) {
-  const none = withoutPicture ? [{ name: "No picture", file: null, prompt: SAMPLES[0].prompt, promptName: null, place: START }] : [];
+  const none = withoutPicture ? [{ name: "No picture", file: null, prompt: SAMPLES[0].prompt, promptName: null }] : [];
   if (!world?.starts?.length) {
-    const samples = SAMPLES.map((sample) => ({ ...sample, promptName: null, place: START }));
+    const samples = SAMPLES.map((sample) => ({ ...sample, promptName: null }));
     return { prompts: [], about: "", starts: [...none, ...samples] };
   }
   const texts = new Map(world.prompts.map(({ name, text }) => [name, text]));
-  const starts = world.starts.map(({ name, file, prompt, x_m: x, z_m: z, heading_degrees: heading }) => ({
+  const starts = world.starts.map(({ name, file, prompt }) => ({
     name: capital(name),
     file: `world/${file}`,
     prompt: texts.get(prompt),
     promptName: prompt,
-    place: { ...START, x: x / world.metres_per_unit, z: z / world.metres_per_unit, yaw: (heading * Math.PI) / 180 },
   }));
   return { prompts: world.prompts, about: world.about, starts };
 }

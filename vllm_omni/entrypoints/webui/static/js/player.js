@@ -7,6 +7,7 @@ const SLOWEST = 0.05;
 export class Player {
   fps = 16;
   isPaused = false;
+  isResting = false; // nothing more is expected: running out is no stall
   numShown = 0;
   numStalls = 0;
   shown = null; // what was drawn last: {bitmap, tag, index, count}
@@ -114,7 +115,7 @@ export class Player {
     if (this.#due >= 1 && this.#queue.length === 0) {
       this.#isStarved = true;
       this.#due = 0;
-      this.numStalls += 1;
+      if (!this.isResting) this.numStalls += 1;
     }
   }
 

@@ -9,7 +9,7 @@ const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
 export class StartPanel {
   #form;
   #gallery;
-  #image = null; // {bytes: () => Promise<Uint8Array>, place, notice}
+  #image = null; // {bytes: () => Promise<Uint8Array>, notice}
   #ownPrompt = false;
   #takesPrompt = true;
   #takesImage = true;
@@ -107,7 +107,6 @@ export class StartPanel {
         seed: Math.abs(Math.trunc(Number(seed.value))) || 0,
         width,
         height,
-        place: this.#image?.place,
         notice: this.#image?.notice,
       };
     } catch {
@@ -160,10 +159,9 @@ export class StartPanel {
     return radio;
   }
 
-  #choose({ file, prompt, place }) {
+  #choose({ file, prompt }) {
     this.#gallery.querySelector(".upload").classList.remove("is-chosen");
     this.#image = {
-      place,
       bytes: async () => {
         if (!file) return null;
         const answer = await fetch(file);

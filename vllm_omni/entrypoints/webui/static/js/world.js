@@ -43,6 +43,12 @@ export class World extends EventTarget {
     return this.#pending.size;
   }
 
+  /** When the oldest request that is not answered was sent; null = none is under way. */
+  get waitingSince() {
+    const times = [...this.#pending.values()].map(({ sentAt }) => sentAt);
+    return times.length > 0 ? Math.min(...times) : null;
+  }
+
   get canAsk() {
     return this.sessionId !== null && this.#link.isUp && !this.isHeld && performance.now() >= this.#notBefore;
   }
@@ -78,13 +84,16 @@ export class World extends EventTarget {
     this.#link.send(bytes);
   }
 
-  /** Copy the world as it is now. Resolves to {sessionId, nextChunk} of the copy. `from`: another session's id. */
-  branch(from = this.sessionId) {
+  /**
+   * Copy the world as it is now. Resolves to {sessionId, nextChunk} of the copy. `from`: another session's id.
+   * isDisposable: the server may close the copy to make room.
+   */
+  branch(from = this.sessionId, isDisposable = false) {
     if (this.#waiting) return Promise.reject(new Error("one thing at a time"));
     return new Promise((resolve, reject) => {
       const requestId = `branch-${randomText()}`;
       this.#waiting = { requestId, resolve, reject };
-      const message = { endpoint: "branch", request_id: requestId, session_id: from };
+      const message = { endpoint: "branch", request_id: requestId, session_id: from, disposable: isDisposable };
       if (!this.#link.send(message)) this.#refuseWaiting("There is no connection.");
     });
   }

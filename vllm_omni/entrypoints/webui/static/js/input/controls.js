@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the visitor wants now, whatever the device: axes in [-1, 1] from held keys, sticks and gamepads, radians from
+// What the visitor wants now, whatever the device: axes in [-1, 1] from held keys, sticks and gamepads, degrees from
 // mouse drags, and when the oldest input that no request has carried yet was made.
 //
 // Invariant: a key that was touched between two readings counts, however short the touch was.
@@ -11,6 +11,7 @@ const clamp = (value) => Math.min(1, Math.max(-1, value));
 
 export class Controls {
   inputAt = null;
+  rises = true; // whether up and down count
   onchange = () => {};
   #keys = new Map(); // key code -> [axis, sign]
   #taps = zero();
@@ -39,7 +40,7 @@ export class Controls {
     this.#touch();
   }
 
-  /** Turn by so many radians, once. */
+  /** Turn by so many degrees, once. */
   turn(yaw, pitch) {
     this.#turnYaw += yaw;
     this.#turnPitch += pitch;
@@ -58,7 +59,12 @@ export class Controls {
     for (const [axis, sign] of this.#keys.values()) held[axis] += sign;
     for (const axes of this.#sticks.values()) for (const axis of AXES) held[axis] += axes[axis] ?? 0;
     for (const axis of AXES) held[axis] = clamp(held[axis]);
-    return held;
+    return this.rises ? held : { ...held, up: 0 };
+  }
+
+  /** Whether something is held, or has been touched since the last reading. */
+  get isActive() {
+    return this.inputAt !== null || Object.values(this.held).some((value) => value !== 0);
   }
 
   /** Read everything for one request and start collecting anew. */

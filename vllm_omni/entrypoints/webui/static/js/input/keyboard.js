@@ -23,7 +23,7 @@ const USES_ARROWS = "input[type=range], input[type=radio], [role=listbox]";
 
 /** The keys that walk and look with `controls`, as a device for `attachKeyboard`. */
 export const walkingKeys = (controls) => ({
-  takes: (code) => code in MOVES,
+  takes: (code) => code in MOVES && (MOVES[code][0] !== "up" || controls.rises),
   press: (code) => controls.press(code, ...MOVES[code]),
   release: (code) => controls.release(code),
   releaseAll: () => controls.releaseAll(),

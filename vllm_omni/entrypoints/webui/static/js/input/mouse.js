@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Looking around with the mouse: drag on the view, or lock the pointer to it and just move. Touch on the view drags too.
 
-const RADIANS_PER_PIXEL = 0.0022;
+const DEGREES_PER_PIXEL = 0.126;
 const LINES_PER_NOTCH = 3;
 const PIXELS_PER_NOTCH = 100;
 const LARGEST_PIXELS = 200; // some browsers report a jump when the pointer is locked
 
 /** Looking around with `controls`, as a device for `attachMouse`. */
-export const lookingMouse = (controls) => ({ look: (dx, dy) => controls.turn(dx * RADIANS_PER_PIXEL, -dy * RADIANS_PER_PIXEL) });
+export const lookingMouse = (controls) => ({ look: (dx, dy) => controls.turn(dx * DEGREES_PER_PIXEL, -dy * DEGREES_PER_PIXEL) });
 
 /**
  * `device()`: what the mouse steers now, {look(dx, dy)} and, if it has them, press(code), release(code) for the buttons

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a session starts in its world, and where its camera is: the same at every endpoint. The engine is a fake."""
+
+import base64
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, infer
+from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, VideoClient, png
+from helpers.waits import wait_until
+from helpers.walking import SPACE, Walker
+
+from vllm_omni.worlds.card import WorldCard
+from vllm_omni.worlds.grid import OccupancyGrid
+from vllm_omni.worlds.start_pose import StartPose
+
+MakeDoor = Callable[..., DoorServer]
+
+START: Final = {"x_m": 1.0, "z_m": -4.0, "heading_degrees": 90.0, "pitch_degrees": 5.0}
+KEYS: Final = [["w"], ["w", "l"], [], ["a"], ["i"], ["w"]]
+CARD: Final = WorldCard(domain="d", title="t", about="", sizes=((WIDTH, HEIGHT),), metres_per_unit=10.0)
+IMAGE: Final = {"image_url": "data:image/png;base64," + base64.b64encode(png()).decode()}
+
+
+@pytest.fixture
+def door(make_door: MakeDoor) -> DoorServer:
+    return make_door(facts={"actions": SPACE, "card": CARD})
+
+
+def expected() -> list[list[float]]:
+    walker = Walker(StartPose(**START))
+    return [*walker.walk(KEYS[:3], starts=True), *walker.walk(KEYS[3:], starts=False)]
+
+
+def at_camera(door: DoorServer, start_pose: dict[str, float] | None) -> list[Any]:
+    with door.client() as client:
+        message = infer(FIRST + LATER, cameras=None, actions=KEYS, protocol_version=1)
+        if start_pose is not None:
+            message["extra_body"] |= {"start_pose": start_pose}
+        client.send(message)
+        return [message.get("world_poses") for message in client.frames()]
+
+
+def at_video(door: DoorServer, start_pose: dict[str, float] | None) -> list[Any]:
+    with VideoClient(door.port) as client:
+        extra: dict[str, Any] = {"action_script": KEYS, **({} if start_pose is None else {"start_pose": start_pose})}
+        start = {
+            "type": "session.start",
+            "prompt": "a path",
+            "width": WIDTH,
+            "height": HEIGHT,
+            "image_reference": IMAGE,
+        }
+        client.ask({**start, "num_frames": FIRST + LATER, "extra_params": extra})
+        return [chunk.get("world_poses") for chunk in client.until("session.done")[1]]
+
+
+ENDPOINTS = pytest.mark.parametrize("endpoint", [at_camera, at_video], ids=["camera", "video"])
+
+
+@ENDPOINTS
+def test_the_same_keys_from_the_same_start_give_the_same_poses(
+    door: DoorServer, engine: FakeEngine, endpoint: Callable[..., list[Any]]
+) -> None:
+    """The start pose goes with the session's first chunk alone; a row for each latent frame comes back."""
+    first, second = endpoint(door, START)
+    assert [*first, *second] == [pytest.approx(row) for row in expected()]
+    assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None]
+
+
+def test_the_same_at_the_endpoint_of_sglang(door: DoorServer, engine: FakeEngine) -> None:
+    """Poses come in messages of an extension, since other clients know no such message."""
+    with ExtendedClient(door.port) as client:
+        client.init(
+            extensions=["actions", "world_poses"], condition_inputs={"actions": KEYS}, max_chunks=3, start_pose=START
+        )
+        client.receive()
+        for _ in range(3):
+            client.chunk()
+        told = [message["world_poses"] for message in client.taken("world_poses")]
+    assert [*told[0], *told[1]] == [pytest.approx(row) for row in expected()]
+    assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None, None]
+    with GenerateClient(door.port) as plain:
+        plain.init(max_chunks=2, start_pose=START)
+        assert [plain.chunk().index, plain.chunk().index] == [0, 1]
+
+
+@ENDPOINTS
+def test_an_unknown_pose_is_not_reported(door: DoorServer, endpoint: Callable[..., list[Any]]) -> None:
+    assert endpoint(door, None) == [None, None]
+
+
+def test_a_chunk_in_several_messages_has_its_poses_in_the_first(door: DoorServer, engine: FakeEngine) -> None:
+    engine.start_pose = StartPose(**START)
+    with door.client() as client:
+        message = infer(cameras=None, actions=KEYS[:3], protocol_version=1)
+        message["extra_body"] |= {"frames_per_chunk": 4}
+        client.send(message)
+        assert ["world_poses" in part for part in client.frames()] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"x_m": 1.0}, {**START, "y_m": 1.0}, {**START, "pitch_degrees": 86}, {**START, "x_m": "1"}, 7],
+    ids=["incomplete", "unknown key", "beyond the zenith", "text", "no map"],
+)
+def test_a_wrong_start_pose_is_refused(door: DoorServer, engine: FakeEngine, wrong: Any) -> None:
+    """Before anything reaches the engine, by an error that names it."""
+    with door.client() as client:
+        message = infer(cameras=None, actions=KEYS[:3])
+        message["extra_body"] |= {"start_pose": wrong}
+        refusal = client.ask(message)
+        assert refusal["code"] == "invalid_request" and "start_pose" in refusal["message"]
+    with VideoClient(door.port) as video:
+        video.send({"type": "session.start", "prompt": "a path", "extra_params": {"start_pose": wrong}})
+        assert "start_pose" in video.receive()["message"]
+    with ExtendedClient(door.port) as generate:
+        generate.init(extensions=["receipts"], start_pose=wrong)
+        refusal = generate.receive()
+        assert refusal["code"] == "invalid_request" and "start_pose" in refusal["message"]
+    assert engine.chunks == []
+
+
+def test_a_later_request_with_a_start_pose_reaches_the_engine(door: DoorServer, engine: FakeEngine) -> None:
+    """Which refuses it by name: the session has started."""
+    with door.client() as client:
+        client.send(infer(cameras=None, actions=KEYS[:3], protocol_version=1))
+        client.frames()
+        client.receive()
+        later = infer(LATER, image=None, cameras=None, actions=KEYS[3:])
+        later["extra_body"] |= {"start_pose": START}
+        client.send(later)
+        client.frames()
+    assert engine.chunks[-1].params.options["start_pose"] == START
+
+
+# -- velocity commands -----------------------------------------------------------------------------------------------
+
+
+def open_video(door: DoorServer, **extra: Any) -> VideoClient:
+    client = VideoClient(door.port)
+    start = {"type": "session.start", "prompt": "a path", "width": WIDTH, "height": HEIGHT, "image_reference": IMAGE}
+    client.ask({**start, "extra_params": extra})
+    return client
+
+
+def command(mode: str, translation: Any = (0, 0, 0), **fields: Any) -> dict[str, Any]:
+    camera = {"mode": mode, "data": {"translation": translation, **fields}}
+    return {"type": "session.interaction", "interaction": {"event": {"multi_modal_data": {"camera": camera}}}}
+
+
+def moving(engine: FakeEngine) -> list[Any]:
+    """Chunks that an axis moves."""
+    return [
+        call
+        for call in engine.chunks
+        if call.params.actions and any(not isinstance(e, list) for e in call.params.actions)
+    ]
+
+
+def test_a_velocity_becomes_axes(door: DoorServer, engine: FakeEngine) -> None:
+    """0.05 units are a step; a quarter turn per second stays one. The camera is moved by the model, not by poses."""
+    engine.start_pose = StartPose(**START)
+    engine.delay_s = 0.02
+    with open_video(door) as client:
+        half = np.radians(6) / 2
+        client.send(command("velocity", (0.05, 0, 0.1), rotation=(0, np.sin(half), 0, np.cos(half))))
+        wait_until(lambda: moving(engine))
+    entry = moving(engine)[0].params.actions[0]
+    assert entry.axes == pytest.approx({"forward": 2.0, "right": 1.0, "up": 0.0, "yaw": 6.0, "pitch": 0.0})
+    assert all("poses" not in call.arrays for call in engine.chunks)
+
+
+def test_a_velocity_beyond_the_axes_is_refused(door: DoorServer, engine: FakeEngine) -> None:
+    with open_video(door) as client:
+        client.send(command("velocity", (0, 0, 5.0)))
+        while (message := client.receive())["type"] == "video.chunk_metadata":
+            pass
+    assert (message["type"], message["code"]) == ("error", "invalid_camera")
+    assert "forward must lie in [-8, 8] steps per latent frame" in message["message"]
+
+
+def test_a_target_sets_out_from_where_a_wall_has_stopped_a_velocity(door: DoorServer, engine: FakeEngine) -> None:
+    """Targets are relative to the start image, and reach the engine in the session's own coordinates."""
+    cells = torch.zeros(30, 30, dtype=torch.bool)
+    cells[14 - 3] = True  # blocked from 3 m to the north on
+    engine.grid = OccupancyGrid(cells, 30.0)
+    engine.start_pose = StartPose(x_m=2.0, z_m=0.0, heading_degrees=0.0)
+    engine.delay_s = 0.02
+    with open_video(door) as client:
+        client.send(command("velocity", (0, 0, 0.05)))
+        wait_until(lambda: len(moving(engine)) >= 5)
+        client.send(command("target", (0, 0, 0)))
+        wait_until(lambda: any("poses" in call.arrays for call in engine.chunks))
+        call = next(call for call in engine.chunks if "poses" in call.arrays)
+    z = call.arrays["poses"][:, 2, 3]
+    assert 0 < z[0] * 10 < 3.0, "not the 9 m or more of free ground"
+    assert call.arrays["poses"][-1, :3, 3] == pytest.approx([0.2, 0, 0], abs=1e-5)
+
+
+def test_without_axes_a_velocity_stays_a_path(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """A model that takes keys and poses alone."""
+    with open_video(make_door()) as client:
+        client.send(command("velocity", (0, 0, 0.05)))
+        wait_until(lambda: any("poses" in call.arrays and call.arrays["poses"][-1, 2, 3] > 0 for call in engine.chunks))
+    assert not moving(engine)
