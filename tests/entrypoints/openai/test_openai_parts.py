@@ -248,6 +248,16 @@ def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
         read_mask(encoded(mask.convert("RGB"), "JPEG"), 20, 30, LIMITS)
 
 
+def test_a_mask_is_turned_as_its_image_is() -> None:
+    """A mask with an EXIF rotation is read as viewers show it."""
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
+    mask.paste((0, 0, 0, 0), (0, 0, 30, 5))
+    read = read_mask(encoded(mask, exif=exif), 20, 30, LIMITS)
+    assert (read[15:] == 255).all() and (read[:15] == 0).all()
+
+
 def test_png_is_lossless() -> None:
     """The others have the quality asked for."""
     image = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
