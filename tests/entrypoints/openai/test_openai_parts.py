@@ -5,6 +5,7 @@ import asyncio
 import base64
 import io
 import json
+import struct
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -280,6 +281,20 @@ def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, rea
     assert read_clip(data, 12.0, most, "input_reference").shape == (read, 64, 96, 3)
     url = "data:video/mp4;base64," + base64.b64encode(data).decode()
     assert is_clip(url) and read_clip(url, 12.0, most, "messages").shape == (read, 64, 96, 3)
+
+
+def test_an_upright_clip_of_a_phone_is_read_upright() -> None:
+    """It is stored lying, with a matrix that says how to rotate it."""
+    data = bytearray(clip(9, 12))
+    matrix = data.find(b"tkhd") + 44
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30)
+    assert read_clip(bytes(data), 12.0, 72, "input_reference").shape == (9, 96, 64, 3)
+
+
+@pytest.mark.parametrize("box", [b"ftyp", b"moov", b"wide"])
+def test_a_quicktime_file_is_a_clip(box: bytes) -> None:
+    """Old MOV files begin with another box than MP4 files."""
+    assert is_clip(bytes(4) + box + bytes(8))
 
 
 @pytest.mark.parametrize("wrong", [clip(9, 12)[:300], b"\0\0\0\x18ftypnothing", "data:video/mp4;base64,%%%"])
