@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start needs of the machine is checked before anything loads: one line with the remedy."""
+"""Requirements of a start are checked before anything loads: one line with the remedy."""
 
 import importlib.util
 import os

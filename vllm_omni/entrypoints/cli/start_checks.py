@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start needs of the machine: socket files, directories, optional packages.
+"""Requirements of a start on the machine: socket files, directories, optional packages.
 
 vLLM finds a fault in any of them after half a minute, with a traceback. Each check raises `CommandError` with one line
 that names the remedy, and imports nothing heavy. Held by tests/entrypoints/cli/test_start_checks.py.
