@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.realtime.action_messages import camera_frames, conver
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.timed_prompts import TimedPrompt
 from vllm_omni.inputs import DiffusionParams, Lora
+from vllm_omni.seeds import definite_seed, nth_seed
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _OPENAI_SECONDS: Final = (4, 8, 12)
@@ -71,7 +72,9 @@ class PicturePlan:
         requests = []
         for start in range(0, self.n, self.images_per_request):
             count = min(self.images_per_request, self.n - start)
-            requests.append(self.sampling.params(new_engine_id(), num_images=count, seed=self.sampling.seed + start))
+            requests.append(
+                self.sampling.params(new_engine_id(), num_images=count, seed=nth_seed(self.sampling.seed, start))
+            )
         return requests
 
 
@@ -239,7 +242,7 @@ def _sampling(
         negative_prompt=request.negative_prompt or None,
         width=width,
         height=height,
-        seed=secrets.randbits(31) if request.seed is None else request.seed,
+        seed=definite_seed(request.seed),
         steps=request.num_inference_steps or capabilities.num_inference_steps,
         guidance=guidance,
         lora=None if request.lora is None else [Lora(name=one.name, scale=one.scale) for one in request.lora],
