@@ -17,7 +17,7 @@ import torch
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource
 from vllm_omni.model_executor.weights import Rules, rename
 
-_PART = re.compile(r"\.(lora_A|lora_B|lora_down|lora_up|alpha)(\.\w+)?(\.weight)?$")
+_PART = re.compile(r"\.(lora_A|lora_B|lora_down|lora_up|alpha)(\.\w+)?(\.weight)?\Z")
 _SIDES = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up", "alpha": "alpha"}
 
 

@@ -37,7 +37,7 @@ _PAUSE_S: Final = 0.05
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Owner of a drained server's session. principal: a digest of its API key, or `anonymous`."""
 
-    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}$")]
+    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}\Z")]
     session_id: SessionId
     client: Annotated[str, msgspec.Meta(max_length=256)]
 

@@ -34,11 +34,11 @@ _DIFFUSERS_SETTINGS = "lora_adapter_metadata"
 _KOHYA = "lora_unet_"
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "pipe.dit.", "dit.")
 _KINDS: tuple[tuple[str, Kind], ...] = (
-    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.bias$|\.diff_b$", "bias"),
-    (r"\.lora_(?:A|down)(?:\.[\w-]+)?\.weight$|\.lora\.down\.weight$", "down"),
-    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.weight$|\.lora\.up\.weight$", "up"),
-    (r"\.alpha$", "alpha"),
-    (r"\.diff(?:_m)?$", "diff"),
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.bias\Z|\.diff_b\Z", "bias"),
+    (r"\.lora_(?:A|down)(?:\.[\w-]+)?\.weight\Z|\.lora\.down\.weight\Z", "down"),
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.weight\Z|\.lora\.up\.weight\Z", "up"),
+    (r"\.alpha\Z", "alpha"),
+    (r"\.diff(?:_m)?\Z", "diff"),
 )
 """Ends of names. PEFT puts an adapter's own name before `.weight` in some versions."""
 
