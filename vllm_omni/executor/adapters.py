@@ -7,9 +7,13 @@ tests/executor/test_adapters.py.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from vllm_omni.model_executor.models.diffusers_pipeline.options import LoraSource
 from vllm_omni.outputs import RequestFailed
@@ -85,11 +89,15 @@ class Adapters:
         if isinstance(wanted, list) and all(isinstance(name, str) for name in wanted):
             wanted = {name: self._sources[name].scale if name in self._sources else 1.0 for name in wanted}
         if not isinstance(wanted, Mapping) or not all(
-            isinstance(name, str) and isinstance(scale, int | float) and not isinstance(scale, bool)
+            isinstance(name, str)
+            and isinstance(scale, int | float)
+            and not isinstance(scale, bool)
+            and abs(scale) <= 100
             for name, scale in wanted.items()
         ):
             raise RequestFailed(
-                "invalid_request", "options.lora must be a name, a list of names or a map of names to strengths"
+                "invalid_request",
+                "options.lora must be a name, a list of names or a map of names to strengths from -100 to 100",
             )
         for name in wanted:
             if name not in self._sources:
@@ -135,4 +143,23 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
         raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}") from error
     if not any(name in names for names in pipeline.get_list_adapters().values()):
         raise ValueError(f"LoRA adapter {name!r}: {folder / weight_name} holds nothing for {type(pipeline).__name__}")
+    if problem := _not_finite(pipeline, name):
+        pipeline.delete_adapters(name)
+        raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} has NaN or Inf: {problem}")
     logger.info("LoRA adapter %s loaded from %s", name, folder / weight_name)
+
+
+def _not_finite(pipeline: Any, name: str) -> str | None:
+    """The first strength or tensor of a loaded adapter that is no finite number; None if all are."""
+    from peft.tuners.lora import LoraLayer
+
+    for component in pipeline.components.values():
+        for place, module in component.named_modules() if isinstance(component, nn.Module) else ():
+            if not isinstance(module, LoraLayer) or name not in module.scaling:
+                continue
+            if not math.isfinite(module.scaling[name]):
+                return f"the strength of {place} is {module.scaling[name]}"
+            halves = [half[name] for half in (module.lora_A, module.lora_B) if name in half]
+            if not all(torch.isfinite(tensor).all() for half in halves for tensor in half.parameters()):
+                return f"the tensors of {place}"
+    return None

@@ -12,6 +12,7 @@ Held by tests/model_executor/lora/test_adapter_files.py.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
     config = where / _PEFT_CONFIG
     if where.is_dir() and config.is_file():
         helper = _helper(read_json(config), str(config))
-        return [AdapterFile(open_tensors(where / _PEFT_WEIGHTS), None, _scaling(helper))]
+        return [AdapterFile(open_tensors(where / _PEFT_WEIGHTS), None, _scaling(helper, str(config)))]
     paths = _files_in(where, targets) if where.is_dir() else [where]
     if paths[0].suffix != ".safetensors":
         raise AdapterError(f"{paths[0]} is no .safetensors file; convert it")
@@ -189,13 +190,13 @@ def _stored_scaling(file: Path, targets: Mapping[str, AdapterTarget]) -> Callabl
         own = {key.split(".", 1)[1]: value for key, value in settings.items() if key.split(".", 1)[0] in targets}
     except (ValueError, AttributeError, IndexError) as error:
         raise AdapterError(f"{file}: its metadata {_DIFFUSERS_SETTINGS!r} is no table of settings") from error
-    return _scaling(_helper(own, str(file))) if own else None
+    return _scaling(_helper(own, str(file)), str(file)) if own else None
 
 
 def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
     try:
         helper = PEFTHelper.from_dict({**settings, "target_modules": settings.get("target_modules") or []})
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # vLLM's reader raises whatever foreign settings make it raise
         raise AdapterError(f"{where}: its settings cannot be read ({error})") from error
     # Of `validate_legal`, the part that is not about the rank, which tensors tell.
     if problems := helper._validate_features():
@@ -203,5 +204,14 @@ def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
     return helper
 
 
-def _scaling(helper: PEFTHelper) -> Callable[[str], float]:
-    return lambda module: float(helper.get_rank_and_scaling(module)[1])
+def _scaling(helper: PEFTHelper, where: str) -> Callable[[str], float]:
+    def scaling(module: str) -> float:
+        try:
+            found = float(helper.get_rank_and_scaling(module)[1])
+        except Exception as error:  # as above: patterns are regular expressions of the file, numbers are anything
+            raise AdapterError(f"{where}: its settings of {module} cannot be read ({error})") from error
+        if not math.isfinite(found):
+            raise AdapterError(f"{where}: the strength of {module} (lora_alpha over r) is {found}, not a finite number")
+        return found
+
+    return scaling
