@@ -254,3 +254,14 @@ def test_the_next_server_removes_what_a_killed_one_had_not_finished(root: Path) 
     assert sorted(path.name for path in root.iterdir()) == sorted(
         [f"{living.owner}.owner", f"video_{'a' * 22}.{living.owner}.part"]
     )
+
+
+def test_an_entry_that_cannot_be_removed_stays_and_ends_nothing(root: Path) -> None:
+    """Directories under the names of files: the store starts, prunes what it can and takes new files."""
+    store = store_at(root)
+    old, older = finished(store, age_s=7200), finished(store, age_s=9000)
+    for name in ("left.part", f"video_{'b' * 22}.0123456789abcdef.part", "0123456789abcdef.owner", f"{older.id}.webp"):
+        (root / name).mkdir()
+    store_at(root).prune()
+    assert store.read(old.id) is None and (root / f"{older.id}.webp").is_dir()
+    assert store.find_file(store.add_file(b"x", "png")) is not None

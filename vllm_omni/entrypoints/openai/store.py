@@ -121,10 +121,10 @@ class MediaStore:
         for part in self.root.glob("*.part"):
             owner = part.name.split(".")[-2]
             if owner != self.owner and not is_locked(self.root / f"{owner}.owner"):
-                part.unlink(missing_ok=True)
+                _remove(part)
         for path in self.root.glob("*.owner"):
             if not is_locked(path):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def read(self, media_id: str) -> JobRecord | None:
         """The record as every process may show it; None if there is none, or it is being deleted."""
@@ -159,6 +159,12 @@ class MediaStore:
         self._unwritten.pop(media_id, None)
         for suffix in _SUFFIXES:
             self.path(media_id, suffix).unlink(missing_ok=True)
+
+    def _delete_if_possible(self, media_id: str) -> None:
+        try:
+            self.delete(media_id)
+        except OSError as error:
+            logger.warning("%s of %s cannot be removed: %s", media_id, self.root, error.strerror)
 
     def _is_alive(self, owner: str) -> bool:
         """Whether the process that made a job still runs."""
@@ -216,7 +222,7 @@ class MediaStore:
                 continue
             expired = record.expires_s is not None and record.expires_s <= now
             if expired or self.asked_to_end(record.id) == "delete":
-                self.delete(record.id)
+                self._delete_if_possible(record.id)
             else:
                 kept.append((record.created_s, record.id, record.file_bytes))
         for path in self.root.glob("file_*"):
@@ -232,9 +238,17 @@ class MediaStore:
         for _, media_id, size in kept:
             is_job = media_id.startswith("video_")
             if excess_bytes > 0 or (is_job and excess_jobs > 0):
-                self.delete(media_id)
+                self._delete_if_possible(media_id)
                 excess_bytes -= size
                 excess_jobs -= is_job
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of the directory; an entry that cannot be removed is logged and stays."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 def _open_directory(configured: str) -> Path:

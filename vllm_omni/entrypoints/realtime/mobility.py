@@ -145,14 +145,17 @@ class SessionMobility:
                     owner = msgspec.convert(header.owner or {}, Owner)
                     key = (owner.principal, owner.session_id)
                     session = await self.restore(key, owner.client, path, "drain")
-                except (DoorError, RequestFailed, msgspec.ValidationError) as error:
+                except (DoorError, RequestFailed, OSError, msgspec.ValidationError) as error:
                     logger.warning("%s is not taken over: %s", path, error)
                     continue
-                if self.checkpoints is None:
-                    path.unlink()
-                else:
-                    self.checkpoints.adopt(session, path)
                 count += 1
+                try:
+                    if self.checkpoints is None:
+                        path.unlink()
+                    else:
+                        self.checkpoints.adopt(session, path)
+                except OSError as error:
+                    logger.warning("%s is taken over, but cannot be removed: %s", path, error)
         return count
 
     def sweep(self) -> None:
