@@ -23,11 +23,13 @@ from urllib.parse import parse_qsl, urlencode
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, principal_of
 from vllm_omni.entrypoints.tickets import TicketError, TicketOffice, derive_secret
 
 logger = logging.getLogger("vllm." + __name__)
@@ -35,6 +37,8 @@ logger = logging.getLogger("vllm." + __name__)
 TICKET_PATH: Final = "/v1/omni/ticket"
 SOCKET_PREFIX: Final = "/omni/ws/"
 TICKET_SUBPROTOCOL: Final = "ticket."
+
+_OWNER: Final = "vllm_omni.owner"
 
 OPEN_PATHS: Final = frozenset({"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics", "/metrics/"})
 """Without a key: probes and Prometheus, as in stock vLLM."""
@@ -106,8 +110,16 @@ class BrowserAccess:
         await websocket.app(_without_ticket(rest, headers), websocket.receive, websocket.send)
 
 
+def owner_of(connection: HTTPConnection) -> str:
+    """The client to whom belongs what is stored for this request: its key. Without keys all clients are one."""
+    return str(connection.scope.get(_OWNER, ANONYMOUS))
+
+
 class KeyGuard:
-    """ASGI middleware: everything but the open paths and the tickets' sockets needs the key, if there is one."""
+    """ASGI middleware: everything but the open paths and the tickets' sockets needs the key, if there is one.
+
+    It notes the owner of what a request stores, for `owner_of`.
+    """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
         self._app = app
@@ -117,6 +129,8 @@ class KeyGuard:
         if self._needs_key(scope) and self._access.key_index(Headers(scope=scope)) is None:
             await _unauthorized()(scope, receive, send)
             return
+        if self._access.needs_key and scope["type"] in ("http", "websocket"):
+            scope = {**scope, _OWNER: principal_of(HTTPConnection(scope))}
         await self._app(scope, receive, send)
 
     def _needs_key(self, scope: Scope) -> bool:
