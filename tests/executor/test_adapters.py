@@ -147,6 +147,15 @@ def test_files_that_are_no_adapter_are_refused(
     assert torch.equal(image(runner, "after"), bare)
 
 
+def test_an_adapter_s_file_is_not_in_the_memory_map(
+    make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path]
+) -> None:
+    """It may be written over while the server runs, which would end the process if it were."""
+    runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
+    runner.host.adapters.add(runner.host.pipeline, "one", LoraSource(path=str(file)))
+    assert str(file) not in Path("/proc/self/maps").read_text()
+
+
 def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
     make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path], tmp_path: Path
 ) -> None:

@@ -3,7 +3,8 @@
 
 Owns the bound (bytes and seconds) and the rules that each completion is handed out once, and only to the API key that
 made its request. Knows neither HTTP nor the engine. Entries are named by the id under which vLLM's server answered;
-several prompts of one request have ids with `-0`, `-1`, ... behind it. Held by tests/entrypoints/test_hidden_states_store.py.
+several prompts of one request have ids with `-0`, `-1`, ... behind it.
+Held by tests/entrypoints/test_hidden_states_store.py.
 """
 
 import time

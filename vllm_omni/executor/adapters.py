@@ -8,6 +8,7 @@ tests/executor/test_adapters.py.
 
 import logging
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.models.diffusers_pipeline.options import LoraSource
+from vllm_omni.model_executor.tensor_files import copy_unchanged
 from vllm_omni.outputs import RequestFailed
 
 logger = logging.getLogger("vllm." + __name__)
@@ -136,9 +138,16 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
             )
         weight_name = files[0]
     try:
-        pipeline.load_lora_weights(
-            str(folder), weight_name=weight_name, adapter_name=name, use_safetensors=True, local_files_only=True
-        )
+        with tempfile.TemporaryDirectory(prefix="vllm-omni-adapter-") as private:
+            # diffusers maps the file into memory: a copy, because another process may write over the original.
+            copy_unchanged(folder / weight_name, Path(private) / Path(weight_name).name)
+            pipeline.load_lora_weights(
+                private,
+                weight_name=Path(weight_name).name,
+                adapter_name=name,
+                use_safetensors=True,
+                local_files_only=True,
+            )
     except Exception as error:  # boundary: whatever a foreign file makes the loader raise
         raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}") from error
     if not any(name in names for names in pipeline.get_list_adapters().values()):

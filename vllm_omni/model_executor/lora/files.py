@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import safe_open
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import get_adapter_absolute_path
 
 from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json
+from vllm_omni.model_executor.tensor_files import TensorSource, UnmappedSource, confined, read_json
 
 Kind = Literal["down", "up", "alpha", "bias", "diff"]
 
@@ -93,14 +92,19 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
     config = where / _PEFT_CONFIG
     if where.is_dir() and config.is_file():
         helper = _helper(read_json(config), str(config))
-        return [AdapterFile(open_tensors(where / _PEFT_WEIGHTS), None, _scaling(helper, str(config)))]
+        return [AdapterFile(_opened(where / _PEFT_WEIGHTS), None, _scaling(helper, str(config)))]
     paths = _files_in(where, targets) if where.is_dir() else [where]
     if paths[0].suffix != ".safetensors":
         raise AdapterError(f"{paths[0]} is no .safetensors file; convert it")
     return [
-        AdapterFile(open_tensors(file), _marked_network(file, targets), _stored_scaling(file, targets))
-        for file in paths
+        AdapterFile(source, _marked_network(file, targets), _stored_scaling(source, targets))
+        for file, source in ((file, _opened(file)) for file in paths)
     ]
+
+
+def _opened(file: Path) -> UnmappedSource:
+    """Adapters are read while the server runs, when somebody may be writing a new version over one."""
+    return UnmappedSource.open(confined(file.parent, file.name))
 
 
 def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Contents:
@@ -179,18 +183,17 @@ def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | N
     return next((network for network, one in targets.items() if one.file_mark and re.search(one.file_mark, name)), None)
 
 
-def _stored_scaling(file: Path, targets: Mapping[str, AdapterTarget]) -> Callable[[str], float] | None:
+def _stored_scaling(file: UnmappedSource, targets: Mapping[str, AdapterTarget]) -> Callable[[str], float] | None:
     """PEFT's settings that diffusers has kept in a file's metadata; None = there are none."""
-    with safe_open(file, framework="pt") as opened:
-        text = (opened.metadata() or {}).get(_DIFFUSERS_SETTINGS)
+    text = file.metadata.get(_DIFFUSERS_SETTINGS)
     if text is None:
         return None
     try:
         settings = json.loads(text)
         own = {key.split(".", 1)[1]: value for key, value in settings.items() if key.split(".", 1)[0] in targets}
     except (ValueError, AttributeError, IndexError) as error:
-        raise AdapterError(f"{file}: its metadata {_DIFFUSERS_SETTINGS!r} is no table of settings") from error
-    return _scaling(_helper(own, str(file)), str(file)) if own else None
+        raise AdapterError(f"{file.where}: its metadata {_DIFFUSERS_SETTINGS!r} is no table of settings") from error
+    return _scaling(_helper(own, file.where), file.where) if own else None
 
 
 def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
