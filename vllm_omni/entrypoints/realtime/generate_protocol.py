@@ -48,7 +48,7 @@ EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
 class Init(msgspec.Struct, frozen=True, kw_only=True):
     """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, causal window).
 
-    size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG or WebP bytes, or a `data:` URL.
+    size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG, WebP or GIF bytes, or a `data:` URL.
     prompts: extension; prompts that follow `prompt`, each from its second or chunk on; a prompt event comes in between.
     num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
     jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded. lora: LoRA adapters,
