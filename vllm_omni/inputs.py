@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _KEY = "omni"
 _TENSORS_KEY = "omni_tensors"
 
-SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -42,7 +42,7 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class UsedLora(Lora, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An adapter as a chunk used it. digest: of its files' tensors and strengths, and of the type it is kept in."""
 
-    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]

@@ -57,6 +57,20 @@ def test_adapters_beyond_the_host_s_room_are_read_again(paths: dict[str, Path]) 
     assert torch.equal(out(model, store, Lora(name="n1")), results["n1"])
 
 
+def test_an_adapter_s_file_that_is_written_over_refuses_the_request_alone(paths: dict[str, Path]) -> None:
+    """Half a file, or another adapter's, where the loaded one was; once the file is back, so is the adapter."""
+    model = Model()
+    store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
+    expected, whole = out(model, store, Lora(name="n0")), paths["n0"].read_bytes()
+    for data in (whole[: len(whole) // 2], paths["n1"].read_bytes()):
+        out(model, store, Lora(name="n2"))
+        paths["n0"].write_bytes(data)
+        with pytest.raises(RequestFailed, match="adapter 'n0' cannot be read any more"):
+            store.select([Lora(name="n0")])
+    paths["n0"].write_bytes(whole)
+    assert torch.equal(out(model, store, Lora(name="n0")), expected)
+
+
 def test_an_adapter_loaded_in_place_is_another_from_the_next_chunk_on(paths: dict[str, Path]) -> None:
     """Its name stays; a chunk at work keeps the weights that it began with."""
     model = Model()

@@ -38,7 +38,7 @@ _PAUSE_S: Final = 0.05
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Owner of a drained server's session. principal: a digest of its API key, or `anonymous`."""
 
-    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}$")]
+    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}\Z")]
     session_id: SessionId
     client: Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -146,14 +146,17 @@ class SessionMobility:
                     owner = msgspec.convert(header.owner or {}, Owner)
                     key = (owner.principal, owner.session_id)
                     session = await self.restore(key, owner.client, path, "drain")
-                except (DoorError, RequestFailed, msgspec.ValidationError) as error:
+                except (DoorError, RequestFailed, OSError, msgspec.ValidationError) as error:
                     logger.warning("%s is not taken over: %s", path, error)
                     continue
-                if self.checkpoints is None:
-                    path.unlink()
-                else:
-                    self.checkpoints.adopt(session, path)
                 count += 1
+                try:
+                    if self.checkpoints is None:
+                        path.unlink()
+                    else:
+                        self.checkpoints.adopt(session, path)
+                except OSError as error:
+                    logger.warning("%s is taken over, but cannot be removed: %s", path, error)
         return count
 
     def sweep(self) -> None:

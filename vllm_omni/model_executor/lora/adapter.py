@@ -51,6 +51,10 @@ class LowRank:
     def rank(self) -> int:
         return 0 if self.down is None else self.down.shape[0]
 
+    @property
+    def is_finite(self) -> bool:
+        return all(_is_finite(one) for one in (self.down, self.up, self.bias) if one is not None)
+
 
 @dataclass(frozen=True)
 class AdapterWeights:
@@ -95,14 +99,17 @@ def load_adapter(
             for place, keys in wanted.items():
                 matrices[place] = _difference(file, keys, data, dtype)
             digest.update(_settings(file, contents))
-            for each in digests:
-                digest.update(each.result())
+            results = {name: each.result() for name, each in digests.items()}
+            for each in results.values():
+                digest.update(each.digest)
+        if bad := [name for name, each in results.items() if not each.is_finite]:
+            raise AdapterError(f"{file.source.where} has NaN or Inf in {some(bad)}")
+        if bad := [".".join(place) for place in wanted if not matrices[place].is_finite]:
+            raise AdapterError(f"{file.source.where} is too strong for {dtype}: NaN or Inf in {some(bad)}")
         vectors |= {
             place: data[stored].to(torch.float32, copy=True).reshape(targets[place[0]].shapes[place[1]])
             for place, stored in named.items()
         }
-        if bad := [name for name, tensor in data.items() if not _is_finite(tensor)]:
-            raise AdapterError(f"{file.source.where} has NaN or Inf in {some(bad)}")
     return AdapterWeights(matrices, vectors, digest.hexdigest(), tuple(skipped))
 
 
@@ -114,23 +121,29 @@ class OwnPlaces:
 
 def _read(
     file: AdapterFile, wanted: Collection[str], beside: Executor
-) -> tuple[dict[str, torch.Tensor], list["Future[bytes]"]]:
-    """Read a file whole, so that every rank has the same digest.
+) -> tuple[dict[str, torch.Tensor], dict[str, "Future[_Checked]"]]:
+    """Read a file whole, so that every rank has the same digest and finds the same faults.
 
     Returns the tensors in `wanted`, and the digests of all, which `beside` makes, in the order of the file.
     """
-    data, digests = {}, []
+    data, digests = {}, {}
     for name, tensor in file.source.read(sorted(file.source.shapes)):
-        digests.append(beside.submit(_digest, name, tensor))
+        digests[name] = beside.submit(_checked, name, tensor)
         if name in wanted:
             data[name] = tensor
     return data, digests
 
 
-def _digest(name: str, tensor: torch.Tensor) -> bytes:
+@dataclass(frozen=True)
+class _Checked:
+    digest: bytes
+    is_finite: bool
+
+
+def _checked(name: str, tensor: torch.Tensor) -> _Checked:
     digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
+    return _Checked(digest.digest(), _is_finite(tensor))
 
 
 def _settings(file: AdapterFile, contents: Contents) -> bytes:
@@ -172,7 +185,7 @@ def _kept(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """One pass over memory: a sum has NaN or Inf if any of its numbers is, and rarely else."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor.float()).all())
 
 
 def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,15 +207,23 @@ def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterT
     misfits, skipped = _take_misfits(contents, shapes, targets)
     problems: dict[str, list[str]] = {
         "of no LoRA adapter": contents.unread,
+        "of a dtype that is no float": [
+            name
+            for name, dtype in file.source.dtypes.items()
+            if not dtype.is_floating_point and name not in {*contents.strange, *skipped}
+        ],
         "without their other half": [],
         "misshapen": [],
+        "of rank 0": [],
         f"of a rank above --max-lora-rank {max_rank}": [],
     }
-    *_, halves, misshapen, too_high = problems.values()
+    *_, halves, misshapen, empty, too_high = problems.values()
     for (_, module), keys in contents.matrices.items():
         rank = _check_matrix(keys, shapes, halves, misshapen)
         if rank > max_rank:
             too_high.append(f"{module} {rank}")
+        elif rank == 0 and "down" in keys.names:
+            empty.append(keys.names["down"])
     if not contents.matrices and not contents.vectors:
         problems["for modules that this model lacks or keeps as they are"] = contents.strange
         misshapen += misfits
@@ -210,6 +231,9 @@ def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterT
     if found:
         listed = "; ".join(f"tensors {kind}: {some(names)}" for kind, names in found.items())
         raise AdapterError(f"{file.source.where} does not fit this model: {listed}")
+    if file.scaling is not None:
+        for keys in contents.matrices.values():
+            file.scaling(keys.settings_name)  # raises for a strength that is no finite number
     return skipped
 
 

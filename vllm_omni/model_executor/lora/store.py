@@ -143,6 +143,8 @@ class AdapterStore(NoAdapters):
             frozenset((name, tensor) for name, sites in self._sites.items() for tensor in sites.vectors.names),
         )
         self._known: dict[str, LoRARequest] = {}
+        self._digests: dict[str, str] = {}
+        """Of the known ones, as they were loaded: reading again must give the same weights."""
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()
         self._placed: OrderedDict[int, int] = OrderedDict()
         """version -> slot."""
@@ -174,6 +176,7 @@ class AdapterStore(NoAdapters):
         if skipped := adapter.weights.skipped:
             logger.warning_once("adapter %r: %s", name, _skipped_line(skipped))
         self._known[name] = request
+        self._digests[name] = adapter.weights.digest
         self._keep(adapter)
         return True
 
@@ -182,7 +185,7 @@ class AdapterStore(NoAdapters):
         name = next((name for name, request in self._known.items() if request.lora_int_id == number), None)
         if name is None:
             return False
-        del self._known[name]
+        del self._known[name], self._digests[name]
         self._loaded.pop(name, None)
         return True
 
@@ -239,6 +242,11 @@ class AdapterStore(NoAdapters):
         if adapter is None:
             try:
                 adapter = self._read(self._known[one.name])
+                if adapter.weights.digest != self._digests[one.name]:
+                    raise ValueError(
+                        f"adapter {one.name!r}: {self._known[one.name].lora_path} holds other weights than when it was "
+                        "loaded; load it again with load_inplace"
+                    )
             except ValueError as error:
                 logger.error("%s", error)
                 raise RequestFailed(
