@@ -15,13 +15,14 @@ import json
 import os
 import socket
 import sys
-import urllib.request
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 from realtime_clients import GENERATE_PATH
+
+from vllm_omni.entrypoints.loopback import open_loopback
 
 _HOST, _OWN_ADDRESS = "127.0.0.1", "127.0.0.2"
 _MASK = bytes(4)
@@ -137,7 +138,7 @@ def attackers(options: dict[str, Any]) -> list[Callable[[], Awaitable[None]]]:
     """What each socket does, once. options: `kind`, `port`, `sockets`, and `path` for the kinds that need it."""
     kind, port, count = options["kind"], options["port"], options["sockets"]
     if kind == "tensors":
-        with urllib.request.urlopen(f"http://{_HOST}:{port}{options['path']}") as answer:
+        with open_loopback(f"http://{_HOST}:{port}{options['path']}", timeout_s=60) as answer:
             snapshot = answer.read()
         large, small = (with_empty_tensors(snapshot, number) for number in (1_120_000, 40_000))
         return [partial(upload, port, large if n % 2 else small) for n in range(count)]

@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,8 @@ from websockets.sync.client import connect
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, quantiles, save
 from realtime_clients import GENERATE_PATH, init_message
+
+from vllm_omni.entrypoints.loopback import open_loopback
 
 _HERE = Path(__file__).parent
 _ATTACKS = ("fragments", "pings", "values")
@@ -92,7 +93,7 @@ class Server:
 
     def state(self) -> dict[str, Any] | None:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/state", timeout=10) as answer:
+            with open_loopback(f"http://127.0.0.1:{self.port}/state", timeout_s=10) as answer:
                 return json.load(answer)
         except OSError:
             return None
@@ -120,7 +121,9 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -
 def recorded_messages(args: argparse.Namespace) -> list[bytes]:
     """The door's messages to a client for one chunk, in order."""
     with process("realtime_server.py", server_options(args), None) as child, contextlib.ExitStack() as stack:
-        socket = stack.enter_context(connect(f"ws://127.0.0.1:{Server(child).port}{GENERATE_PATH}", max_size=None))
+        socket = stack.enter_context(
+            connect(f"ws://127.0.0.1:{Server(child).port}{GENERATE_PATH}", max_size=None, proxy=None)
+        )
         socket.send(msgspec.msgpack.encode(init_message(args.width, args.height)))
         chunks: list[list[bytes]] = []
         while len(chunks) < 3:

@@ -71,7 +71,7 @@ class Neighbour:
 
     async def run(self, due_s: float, period_s: float) -> None:
         """Begin a world now; from `due_s` on ask it for a chunk every `period_s`."""
-        async with connect(self._url, max_size=None, compression=None) as socket:
+        async with connect(self._url, max_size=None, compression=None, proxy=None) as socket:
             session = await self._ask(socket, self._init)
             if session.get("code") == "missing_image":
                 session = await self._ask(socket, {**self._init, "first_frame": start_image()})

@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from websockets.asyncio.client import connect
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, save
 from realtime_clients import GENERATE_PATH
+
+from vllm_omni.entrypoints.loopback import open_loopback
 
 HEIGHT, WIDTH = 64, 96
 NOTE_EVERY_S = 30.0
@@ -59,7 +60,7 @@ class Visitors:
 
     async def _visit(self, num_chunks: int, cut: bool) -> None:
         pack = msgspec.msgpack.encode
-        async with connect(f"ws://127.0.0.1:{self._port}{GENERATE_PATH}", max_size=None) as socket:
+        async with connect(f"ws://127.0.0.1:{self._port}{GENERATE_PATH}", max_size=None, proxy=None) as socket:
             prompt = f"visit {self._random.randrange(NUM_PROMPTS)}"
             init = {"type": "init", "prompt": prompt, "size": f"{WIDTH}x{HEIGHT}"}
             await socket.send(pack({**init, "extensions": ["credit", "receipts"]}))
@@ -108,7 +109,7 @@ class Memory:
             await asyncio.sleep(NOTE_EVERY_S)
 
     def _read_metrics(self) -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=30) as answer:
+        with open_loopback(f"http://127.0.0.1:{self._port}/metrics", timeout_s=30) as answer:
             answer.read()
 
 

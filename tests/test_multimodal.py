@@ -48,6 +48,13 @@ def test_images_are_rgb_pixels(image: Any, shape: tuple[int, ...]) -> None:
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.uint8, shape)
 
 
+@pytest.mark.parametrize("as_array", [False, True])
+def test_transparent_parts_of_an_image_become_white(as_array: bool) -> None:
+    """The colour that an editor left below a transparent part does not come out."""
+    hidden = Image.new("RGBA", (6, 4), (255, 0, 255, 0))
+    assert (parse(image=np.asarray(hidden) if as_array else hidden)["image"] == 255).all()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -198,14 +198,14 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
 
 def _near_names(names: list[str], error: str) -> str:
     """The options whose names are like that of an unknown one, as an addition to its error; "" if there are none."""
-    unknown = re.search(r"unknown field `([^`]+)`$", error)
+    unknown = re.search(r"unknown field `([^`]+)`\Z", error)
     near = get_close_matches(unknown[1], names) if unknown else []
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _named_values(cls: type[msgspec.Struct], error: str) -> str:
     """Allowed names of the field in an error message, as an addition to that message; "" if it takes no names."""
-    place = re.search(r"`\$\.(\w+)(\[\d+\])?`$", error)
+    place = re.search(r"`\$\.(\w+)(\[\d+\])?`\Z", error)
     field = next((field for field in msgspec.structs.fields(cls) if place and field.name == place[1]), None)
     if field is None:
         return ""

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from vllm.inputs import MultiModalDataDict, MultiModalInput, mm_input
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -41,6 +41,26 @@ from vllm_omni.actions import ACTION_TENSORS
 
 MODALITIES: Final = ("image", "video", "audio", "camera", "actions", "tensors")
 """Keys of `multi_modal_data`; `tensors` is a map of a model's other tensors. One item of each a request."""
+
+
+def rgb_image(image: Image.Image) -> Image.Image:
+    """Return an image as viewers show it, in mode RGB.
+
+    The EXIF rotation is applied, and transparent parts are composited on white, as vLLM does for language models:
+    otherwise the colour that an editor left below them would come out. 16-bit grey is scaled to 8 bits.
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # Pillow would clip 16-bit grey to 255 instead of scaling it
+        values_HW = np.asarray(image).astype(np.int64)
+        grey_HW = (values_HW >> 8).clip(0, 255).astype(np.uint8)
+        if "transparency" in image.info:
+            grey_HW[values_HW == image.info["transparency"]] = 255
+        image = Image.fromarray(grey_HW)
+    elif image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        white.alpha_composite(image.convert("RGBA"))
+        image = white
+    return image.convert("RGB")
 
 
 class NamedTensors(ModalityDataItems[dict[str, torch.Tensor], dict[str, torch.Tensor]]):
@@ -143,7 +163,7 @@ def _tensor(name: str, data: Any) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         return data.detach().cpu()
     if isinstance(data, Image.Image):
-        return torch.from_numpy(np.array(data.convert("RGB")))
+        return torch.from_numpy(np.array(rgb_image(data)))
     if isinstance(data, Sequence) and data and all(isinstance(entry, Image.Image) for entry in data):
         sizes = {entry.size for entry in data}
         if len(sizes) > 1:
@@ -153,6 +173,8 @@ def _tensor(name: str, data: Any) -> torch.Tensor:
         array = np.asarray(data)
         if array.dtype.kind not in "biuf":
             raise TypeError(f"dtype {array.dtype}")
+        if name == "image" and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 4:
+            return _tensor(name, Image.fromarray(array))
         return torch.from_numpy(np.ascontiguousarray(array))
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -21,6 +21,7 @@ from PIL import Image
 
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.multimodal import rgb_image
 from vllm_omni.outputs import RequestFailed, unpack
 
 
@@ -47,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
     params = DiffusionParams(session_id="picture", one_shot=True, **request_fields(args))
     tensors = {}
     if args.image is not None:
-        tensors["image"] = torch.from_numpy(np.array(Image.open(args.image).convert("RGB")))
+        tensors["image"] = torch.from_numpy(np.array(rgb_image(Image.open(args.image))))
     from vllm import LLM  # takes seconds; `--help` should not
 
     llm = LLM(

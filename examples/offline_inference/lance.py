@@ -24,6 +24,7 @@ from PIL import Image
 
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.multimodal import rgb_image
 from vllm_omni.outputs import RequestFailed, unpack
 
 TASKS = {
@@ -129,7 +130,7 @@ def read(llm: Any, args: argparse.Namespace, options: dict[str, Any], tensors: d
 def read_inputs(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     tensors = {}
     if args.image is not None:
-        tensors["image"] = torch.from_numpy(np.array(Image.open(args.image).convert("RGB")))
+        tensors["image"] = torch.from_numpy(np.array(rgb_image(Image.open(args.image))))
     if args.video is not None:
         import av
 

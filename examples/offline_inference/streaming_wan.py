@@ -27,6 +27,7 @@ from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule, TimedPrompt
 from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.multimodal import rgb_image
 from vllm_omni.outputs import RequestFailed, unpack
 
 
@@ -75,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
     atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
     facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     prompts = PromptSchedule(args.switch, facts.fps)
-    image = None if args.image is None else torch.from_numpy(np.asarray(Image.open(args.image).convert("RGB")).copy())
+    image = None if args.image is None else torch.from_numpy(np.asarray(rgb_image(Image.open(args.image))).copy())
 
     results = []
     start = 0

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vllm_omni.environments.world import WorldVectorEnv
+from vllm_omni.multimodal import rgb_image
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     grey = np.full((args.height, args.width, 3), 128, np.uint8)
-    image = grey if args.image is None else np.asarray(Image.open(args.image).convert("RGB"))
+    image = grey if args.image is None else np.asarray(rgb_image(Image.open(args.image)))
     env = WorldVectorEnv.load(
         args.model,
         args.envs,

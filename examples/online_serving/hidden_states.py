@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from vllm_omni.entrypoints.loopback import is_loopback
 from vllm_omni.hidden_states import from_safetensors
 
 
@@ -30,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    with httpx.Client(base_url=args.url, headers=headers, timeout=120) as client:
+    with httpx.Client(base_url=args.url, headers=headers, timeout=120, trust_env=not is_loopback(args.url)) as client:
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         body = {
             "model": model,

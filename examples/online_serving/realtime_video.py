@@ -31,6 +31,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
 from vllm_omni.entrypoints.key_script import parse_actions, parse_keys
+from vllm_omni.entrypoints.loopback import websocket_proxy
 from vllm_omni.entrypoints.media import encode_mp4
 
 GENERATE_PATH = "/v1/realtime_video/generate"
@@ -88,7 +89,13 @@ def main() -> int:
 def open_door(args: argparse.Namespace, path: str) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
-        return connect(args.server.rstrip("/") + path, max_size=None, compression=None, additional_headers=headers)
+        return connect(
+            args.server.rstrip("/") + path,
+            max_size=None,
+            compression=None,
+            additional_headers=headers,
+            proxy=websocket_proxy(args.server),
+        )
     except OSError as error:
         raise StreamError(
             f"no server answers at {args.server} ({error.strerror or error}); is it still starting?"

@@ -31,6 +31,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.sync.client import ClientConnection, connect
 
 from vllm_omni.entrypoints.key_script import parse_actions, parse_keys
+from vllm_omni.entrypoints.loopback import websocket_proxy
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
 from vllm_omni.entrypoints.realtime.codec import decode, encode
 
@@ -239,7 +240,13 @@ def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[
 def open_world(args: argparse.Namespace) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
-        return connect(args.server.rstrip("/") + PATH, max_size=None, compression=None, additional_headers=headers)
+        return connect(
+            args.server.rstrip("/") + PATH,
+            max_size=None,
+            compression=None,
+            additional_headers=headers,
+            proxy=websocket_proxy(args.server),
+        )
     except InvalidHandshake as error:
         is_for_good = isinstance(error, InvalidStatus) and error.response.status_code < 500
         raise (WorldError if is_for_good else NoServer)(f"{args.server} refused the connection: {error}") from error

@@ -16,9 +16,10 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.routing import WebSocketRoute
+from starlette.testclient import TestClient
 from starlette.websockets import WebSocket
 
-from vllm_omni.entrypoints.access import OPEN_PATHS, TICKET_PATH, BrowserAccess, KeyGuard, configured_keys
+from vllm_omni.entrypoints.access import OPEN_PATHS, TICKET_PATH, BrowserAccess, KeyGuard, OriginGuard, configured_keys
 
 KEYS = ["first key", "second key"]
 ORIGIN = "https://world.example"
@@ -336,3 +337,36 @@ def test_a_refused_ticket_is_answered_and_logged(site: Site, caplog: pytest.LogC
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert body["body"] == b"a new ticket is needed"
     assert [record.getMessage() for record in caplog.records] == ["a WebSocket was refused: ticket not base64"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", "/work", {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
+        ("POST", "/work", {"Origin": "http://evil.example"}, 403),
+        ("POST", "/work", {"Origin": "null", "Sec-Fetch-Site": "cross-site"}, 403),
+        ("POST", "/work", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("POST", "/work", {"Sec-Fetch-Site": "same-site"}, 403),
+        ("POST", "/work", {"Origin": "http://server.example:81", "Sec-Fetch-Site": "same-site"}, 403),
+        ("DELETE", "/anything", {"Origin": "http://evil.example"}, 403),
+        ("GET", "/v1/sessions/walk/snapshot", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("POST", "/work", {}, 200),
+        ("POST", "/work", {"Sec-Fetch-Site": "none"}, 200),
+        ("POST", "/work", {"Origin": "http://server.example:80"}, 200),
+        ("POST", "/work", {"Origin": "https://listed.example", "Sec-Fetch-Site": "cross-site"}, 200),
+        ("POST", "/work", {"Origin": "https://behind.a.proxy", "Sec-Fetch-Site": "same-origin"}, 200),
+        ("GET", "/page", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+        ("OPTIONS", "/work", {"Origin": "http://evil.example"}, 200),
+    ],
+)
+def test_a_foreign_page_cannot_have_the_server_work(
+    method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    """By `Origin` and `Sec-Fetch-Site`; links to pages, listed origins and programs are not affected."""
+    app = FastAPI()
+    for route in ("/work", "/page"):
+        app.add_api_route(route, _work, methods=["GET", "POST", "OPTIONS"])
+    app.add_middleware(OriginGuard, origins=["https://Listed.example/"])
+    assert (
+        TestClient(app, base_url="http://server.example").request(method, path, headers=headers).status_code == status
+    )

@@ -54,6 +54,16 @@ def test_each_choice_is_handed_out_once(store: HiddenStatesStore) -> None:
     assert code_of(store, "chatcmpl-a") == "not_found" and store.nbytes == 0
 
 
+def test_rows_belong_to_the_key_that_asked_for_them(store: HiddenStatesStore) -> None:
+    """Clients may choose request ids: two keys with the same one have each their own rows."""
+    for principal, number in (("a", 1.0), ("b", 2.0)):
+        store.begin("chatcmpl-x", principal)
+        assert code_of(store, "chatcmpl-x") == "not_found"
+        store.end("chatcmpl-x", {0: states(number)}, principal=principal)
+    assert value(store.fetch("chatcmpl-x", 0, "b")) == 2 and code_of(store, "chatcmpl-x") == "not_found"
+    assert value(store.fetch("chatcmpl-x", 0, "a")) == 1
+
+
 def test_choices_of_several_prompts_are_counted_through(store: HiddenStatesStore) -> None:
     """`/v1/completions` with two prompts and n=2: choice 2 is the second prompt's first."""
     for order in ((0, 1, 2), (2, 0, 1)):

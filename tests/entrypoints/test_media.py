@@ -3,7 +3,9 @@
 
 import io
 import re
+import struct
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -55,6 +57,46 @@ def test_odd_sides_are_padded_by_one() -> None:
     """yuv420p has even sides; the last row and column are repeated."""
     back_THWC, _ = decode_mp4(encode_mp4(moving_square(2, 47, 63), fps=16))
     assert back_THWC.shape == (2, 48, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "c", "d", "corners"),
+    [
+        (1, 0, 0, 1, "RGBK"),
+        (0, 1, -1, 0, "BRKG"),  # a quarter turn clockwise
+        (-1, 0, 0, -1, "KBGR"),
+        (0, -1, 1, 0, "GKRB"),
+        (-1, 0, 0, 1, "GRKB"),  # mirrored, as some front cameras store it
+        (1, 0, 0, -1, "BKRG"),
+        (0, 1, 1, 0, "RBGK"),
+    ],
+)
+def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corners: str) -> None:
+    """A phone's clip has a display matrix that rotates or mirrors the stored frames."""
+    frame_HWC = np.zeros((48, 64, 3), np.uint8)
+    frame_HWC[:24, :32, 0] = frame_HWC[:24, 32:, 1] = frame_HWC[24:, :32, 2] = 255
+    data = bytearray(encode_mp4(frame_HWC[None], fps=16))
+    matrix = data.find(b"tkhd") + 44  # of version 0 of the box
+    data[matrix : matrix + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    shown_HWC = decode_mp4(bytes(data))[0][0]
+    height, width = shown_HWC.shape[:2]
+    assert (height, width) == ((48, 64) if a else (64, 48))
+    colours = {(True, False, False): "R", (False, True, False): "G", (False, False, True): "B"}
+    seen = [shown_HWC[row, column] > 128 for row in (8, height - 8) for column in (8, width - 8)]
+    assert "".join(colours.get(tuple(pixel.tolist()), "K") for pixel in seen) == corners
+
+
+@pytest.mark.parametrize(("ratio", "shape"), [(Fraction(4, 3), (48, 85)), (Fraction(1, 2), (96, 64))])
+def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[int, int]) -> None:
+    """A recorder may store 4:3 pixels; players widen the frames."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=16)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = ratio
+        for packet in (*stream.encode(av.VideoFrame(64, 48, "yuv420p")), *stream.encode(None)):
+            container.mux(packet)
+    assert decode_mp4(buffer.getvalue())[0].shape[1:3] == shape
 
 
 def test_equal_frames_make_equal_files(tmp_path: Path) -> None:

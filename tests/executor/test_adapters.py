@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers_direct import direct
 from helpers.scheduling import new_request, run_to_end
+from safetensors.torch import load_file, save_file
 
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.inputs import Lora
@@ -119,7 +120,7 @@ def test_load_and_unload_while_serving(
     assert torch.equal(image(runner, "bare-2"), bare)
 
 
-@pytest.mark.parametrize("wanted", [3, ["one", 2], {"one": "strong"}, {"one": True}])
+@pytest.mark.parametrize("wanted", [3, ["one", 2], {"one": "strong"}, {"one": True}, {"one": float("nan")}])
 def test_malformed_selections_are_refused(make_runner: Callable[..., PipelineRunner], wanted: Any) -> None:
     """options.lora is a name, names, or names with numbers."""
     failure = run_to_end(make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted}))["a"]
@@ -144,6 +145,28 @@ def test_files_that_are_no_adapter_are_refused(
         adapters.add(pipeline, "evil", LoraSource(path=str(tmp_path), weight_name="evil.bin"))
     assert not marker.exists() and adapters.names == []
     assert torch.equal(image(runner, "after"), bare)
+
+
+def test_an_adapter_s_file_is_not_in_the_memory_map(
+    make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path]
+) -> None:
+    """It may be written over while the server runs, which would end the process if it were."""
+    runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
+    runner.host.adapters.add(runner.host.pipeline, "one", LoraSource(path=str(file)))
+    assert str(file) not in Path("/proc/self/maps").read_text()
+
+
+def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
+    make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Else every request that names it would fail; the pipeline serves on without it."""
+    runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
+    adapters, pipeline = runner.host.adapters, runner.host.pipeline
+    bare = image(runner, "before")
+    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="has NaN or Inf: the tensors of "):
+        adapters.add(pipeline, "nan", LoraSource(path=str(tmp_path)))
+    assert adapters.names == [] and torch.equal(image(runner, "after"), bare)
 
 
 def test_a_table_that_names_a_missing_directory_is_refused_early() -> None:

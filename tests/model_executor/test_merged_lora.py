@@ -49,11 +49,30 @@ def test_a_lora_is_added_to_its_weight_alone(lora: dict[str, torch.Tensor], scal
             r"\(2, 4\) x \(2, 4\) does not make \(3, 4\)",
         ),
         ({}, "it holds no tensors"),
+        (
+            {
+                "model.a.lora_down.weight": DOWN[:0],
+                "model.a.lora_up.weight": UP[:, :0],
+                "model.a.alpha": torch.ones(()),
+            },
+            r"lora_down\.weight \(0, 4\) has rank 0",
+        ),
+        (
+            {"model.a.lora_down.weight": DOWN, "model.a.lora_up.weight": UP, "model.a.alpha": torch.ones(2)},
+            r"alpha \(2,\) is not one number",
+        ),
     ],
-    ids=["half", "elsewhere", "no LoRA", "shapes", "empty"],
+    ids=["half", "elsewhere", "no LoRA", "shapes", "empty", "rank 0", "two alphas"],
 )
 def test_what_does_not_fit_is_named_in_one_line(lora: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
     base, other = source(tmp_path, "base", BASE), source(tmp_path, "lora", lora)
     with pytest.raises(ValueError, match=message) as refused:
         MergedSource.of(base, other, RULES)
     assert "\n" not in str(refused.value) and "lora.safetensors" in str(refused.value)
+
+
+def test_a_strength_that_is_not_finite_is_refused_while_it_is_merged(tmp_path: Path) -> None:
+    lora = {"model.a.lora_down.weight": DOWN, "model.a.lora_up.weight": UP, "model.a.alpha": torch.tensor(float("nan"))}
+    merged = MergedSource.of(source(tmp_path, "base", BASE), source(tmp_path, "lora", lora), RULES)
+    with pytest.raises(ValueError, match=r"lora\.safetensors: model\.a\.lora_up\.weight makes NaN or Inf"):
+        dict(merged.read(["model.a.weight"]))

@@ -15,7 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.tensor_files import AdaptedSource, confined, open_tensors, read_json, unchanged
+from vllm_omni.model_executor.tensor_files import (
+    AdaptedSource,
+    UnmappedSource,
+    confined,
+    open_tensors,
+    read_json,
+    unchanged,
+)
 
 MARKER = "payload_ran"
 
@@ -263,3 +270,50 @@ def test_a_missing_file_is_named(tmp_path):
     refused(tmp_path, r"model-1\.safetensors is not there")
     with pytest.raises(ValueError, match="is not there"):
         confined(tmp_path, "nothing")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_is_read_without_a_mapping_as_the_library_reads_it(tmp_path, data):
+    """Damaged files are refused by both or read alike: the header's rules are those of the safetensors library."""
+    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(()), "c": torch.zeros(0, 4, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"of": "a test"})
+    damaged = bytearray((tmp_path / "x.safetensors").read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "x.safetensors").write_bytes(bytes(damaged)[: data.draw(st.integers(0, len(damaged)))])
+    try:
+        expected = open_tensors(tmp_path / "x.safetensors")
+    except ValueError:
+        with contextlib.suppress(ValueError):  # the library alone refuses, for example, names that are no UTF-8
+            found = UnmappedSource.open(tmp_path / "x.safetensors")
+            assert sum(tensor.nbytes for _, tensor in found.read(found.shapes)) <= len(damaged)
+        return
+    found = UnmappedSource.open(tmp_path / "x.safetensors")
+    assert found.shapes == expected.shapes and found.dtypes == expected.dtypes
+    read = dict(expected.read(expected.shapes))
+    assert all(
+        torch.equal(tensor.view(-1).view(torch.uint8), read[name].view(-1).view(torch.uint8))
+        for name, tensor in found.read(found.shapes)
+    )
+
+
+@pytest.mark.parametrize("change", ["truncated", "rewritten", "replaced"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
+    """Between its header and its last tensor; the file is never in the process's memory map."""
+    path, other = tmp_path / "x.safetensors", tmp_path / "other"
+    for place in (path, other):
+        save_file({"a": torch.ones(5000), "b": torch.ones(5000)}, place)
+    source = UnmappedSource.open(path)
+    reading = source.read(["a", "b"])
+    next(reading)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    data = path.read_bytes()
+    if change == "replaced":
+        other.replace(path)
+    else:
+        with path.open("r+b") as file:
+            file.truncate(100)
+            file.write(data if change == "rewritten" else b"")
+    with pytest.raises(ValueError, match=r"was changed while it was read|cannot be read"):
+        list(reading)

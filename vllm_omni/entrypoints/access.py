@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use which route: API keys on every route that does work, tickets for browsers' WebSockets.
+"""Who may use which route: API keys and origins on every route that does work, tickets for browsers' WebSockets.
 
-Stock vLLM guards the prefixes `/v1`, `/v2`, `/inference` and `/cohere` by the header `Authorization`. Two things are
-added, both as routes and middleware of the application, nothing patched:
+Stock vLLM guards the prefixes `/v1`, `/v2`, `/inference` and `/cohere` by the header `Authorization`. Three things
+are added, all as routes and middleware of the application, nothing patched:
 
 - `KeyGuard` asks for the key on every other route as well, but for `OPEN_PATHS` and the web page's files;
 - a browser cannot set headers on a WebSocket. It trades its key for a ticket (`POST /v1/omni/ticket`) and connects to
   `/omni/ws/...`; the ticket is taken there and the connection goes on as `/v1/...` with the header it stands for,
-  through the whole application again, so that stock vLLM checks the key itself.
+  through the whole application again, so that stock vLLM checks the key itself;
+- `OriginGuard` refuses requests that a browser sends for a page of a foreign origin.
 
-Knows no door. Held by tests/entrypoints/webui/test_browser_access.py.
+Knows no door. Held by tests/entrypoints/test_access.py and tests/entrypoints/webui/test_browser_access.py.
 """
 
 import hashlib
@@ -23,11 +24,13 @@ from urllib.parse import parse_qsl, urlencode
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, normalize_origin, origin_allowed, principal_of
 from vllm_omni.entrypoints.tickets import TicketError, TicketOffice, derive_secret
 
 logger = logging.getLogger("vllm." + __name__)
@@ -35,6 +38,10 @@ logger = logging.getLogger("vllm." + __name__)
 TICKET_PATH: Final = "/v1/omni/ticket"
 SOCKET_PREFIX: Final = "/omni/ws/"
 TICKET_SUBPROTOCOL: Final = "ticket."
+
+_WORKING_READS: Final = ("/v1/sessions/", "/v1/hidden_states/")
+"""GET of a snapshot occupies the engine, and hidden states are returned once."""
+_OWNER: Final = "vllm_omni.owner"
 
 OPEN_PATHS: Final = frozenset({"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics", "/metrics/"})
 """Without a key: probes and Prometheus, as in stock vLLM."""
@@ -106,8 +113,16 @@ class BrowserAccess:
         await websocket.app(_without_ticket(rest, headers), websocket.receive, websocket.send)
 
 
+def owner_of(connection: HTTPConnection) -> str:
+    """The client to whom belongs what is stored for this request: its key. Without keys all clients are one."""
+    return str(connection.scope.get(_OWNER, ANONYMOUS))
+
+
 class KeyGuard:
-    """ASGI middleware: everything but the open paths and the tickets' sockets needs the key, if there is one."""
+    """ASGI middleware: everything but the open paths and the tickets' sockets needs the key, if there is one.
+
+    It notes the owner of what a request stores, for `owner_of`.
+    """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
         self._app = app
@@ -117,6 +132,8 @@ class KeyGuard:
         if self._needs_key(scope) and self._access.key_index(Headers(scope=scope)) is None:
             await _unauthorized()(scope, receive, send)
             return
+        if self._access.needs_key and scope["type"] in ("http", "websocket"):
+            scope = {**scope, _OWNER: principal_of(HTTPConnection(scope))}
         await self._app(scope, receive, send)
 
     def _needs_key(self, scope: Scope) -> bool:
@@ -125,6 +142,41 @@ class KeyGuard:
         path = route_path(scope)
         is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
         return scope.get("method") != "OPTIONS" and not is_open
+
+
+class OriginGuard:
+    """ASGI middleware: a page of a foreign origin cannot have the server work, as at the WebSockets.
+
+    Browsers send a form, or JSON without its content type, to any server and without a preflight request. With a key
+    such requests fail, but a server at 127.0.0.1 often has none. Programs send neither `Origin` nor `Sec-Fetch-Site`.
+
+    origins: `scheme://host[:port]` that are allowed in addition to the server's own, as `--allowed-origins` lists them.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+        self._app = app
+        self._origins = frozenset(map(normalize_origin, origins))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _works(scope) or self._is_allowed(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        logger.info("origin_refused origin=%.200r path=%.200r", Headers(scope=scope).get("origin"), route_path(scope))
+        error = {"message": "origin not allowed", "type": "invalid_request_error", "param": None, "code": "origin"}
+        await JSONResponse({"error": error}, 403)(scope, receive, send)
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        """`same-origin` also holds behind a proxy that changes `Host`; no page can set `Sec-Fetch-Site` itself."""
+        site = headers.get("sec-fetch-site")
+        if "origin" in headers:
+            return site == "same-origin" or origin_allowed(headers, self._origins)
+        return site not in ("cross-site", "same-site") or "*" in self._origins
+
+
+def _works(scope: Scope) -> bool:
+    """Whether a request changes something or occupies the engine; images and videos may be shown by other pages."""
+    reads_work = route_path(scope).startswith(_WORKING_READS)
+    return scope["method"] not in ("GET", "HEAD", "OPTIONS") or (reads_work and scope["method"] != "OPTIONS")
 
 
 def route_path(scope: Scope) -> str:

@@ -12,11 +12,14 @@ Held by tests/entrypoints/test_hidden_states_served.py.
 import copy
 from argparse import Namespace
 from collections.abc import AsyncGenerator
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -24,10 +27,12 @@ from vllm.outputs import RequestOutput
 from vllm.tasks import SupportedTask
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.access import configured_keys
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
 from vllm_omni.entrypoints.operations import Operations
+from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, principal_of
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of, to_safetensors
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.processes import end_with_parent
@@ -36,6 +41,24 @@ ROUTE = "/v1/hidden_states/{response_id}"
 _STATUS = {"not_found": 404, "not_finished": 409}
 
 logger = init_logger("vllm." + __name__)
+
+
+_principal: ContextVar[str] = ContextVar("omni_principal", default=ANONYMOUS)
+"""Client of the HTTP request that is served, by its key; without keys all clients are one.
+
+vLLM's handlers hand the engine client no more than the request's id.
+"""
+
+
+def _with_principal(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware that notes the client for `EngineClientWithRows`."""
+
+    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":  # the server runs each request in a task of its own
+            _principal.set(principal_of(HTTPConnection(scope)))
+        await app(scope, receive, send)
+
+    return noted
 
 
 class HiddenStatesEndpoint:
@@ -51,6 +74,8 @@ class HiddenStatesEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_api_route(ROUTE, self._fetch, methods=["GET"], response_class=Response)
+        if configured_keys(app.state.args):
+            app.add_middleware(_with_principal)
         self._watch.attach(app)
         self._operations.attach(app)
 
@@ -87,7 +112,7 @@ class HiddenStatesEndpoint:
     async def _fetch(self, response_id: str, index: int = Query(default=0, ge=0)) -> Response:
         assert self._store is not None, "vLLM initialises state before it serves"
         try:
-            states = self._store.fetch(response_id, index)
+            states = self._store.fetch(response_id, index, _principal.get())
         except RequestFailed as failed:
             status = _STATUS[failed.code]
             error = {"message": failed.message, "type": failed.code, "param": None, "code": status}
@@ -123,7 +148,8 @@ class EngineClientWithRows:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Pass outputs on. Rows end in the store before the client can know that the request has ended."""
         found: dict[int, list[HiddenStates | None]] = {}
-        self._store.begin(request_id)
+        principal = _principal.get()
+        self._store.begin(request_id, principal)
         kept: dict[int, HiddenStates] = {}
         open_ = True
         try:
@@ -137,12 +163,12 @@ class EngineClientWithRows:
                         ) from failed
                 if output.finished:
                     kept = {i: rows for i, parts in found.items() if (rows := concat(parts)) is not None}
-                    self._store.end(request_id, kept, num_completions)
+                    self._store.end(request_id, kept, num_completions, principal)
                     open_ = False
                 yield output
         finally:
             if open_:
-                self._store.end(request_id, {})
+                self._store.end(request_id, {}, principal=principal)
             await outputs.aclose()
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HiddenStatesStore`: hidden states of answered HTTP requests, until their client fetches them.
 
-Owns the bound (bytes and seconds) and the rule that each completion is handed out once. Knows neither HTTP nor the
-engine. Entries are named by the id under which vLLM's server answered; several prompts of one request have ids with
-`-0`, `-1`, ... behind it. Held by tests/entrypoints/test_hidden_states_store.py.
+Owns the bound (bytes and seconds) and the rules that each completion is handed out once, and only to the API key that
+made its request. Knows neither HTTP nor the engine. Entries are named by the id under which vLLM's server answered;
+several prompts of one request have ids with `-0`, `-1`, ... behind it.
+Held by tests/entrypoints/test_hidden_states_store.py.
 """
 
 import time
@@ -34,9 +35,12 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
         return read_struct(cls)
 
 
+Key = tuple[str, str]
+"""(principal, request id): clients may choose request ids, so those of two keys may be equal."""
+
+
 @dataclass
 class _Entry:
-    request_id: str
     expires_at: float
     completions: dict[int, HiddenStates]
     num_completions: int
@@ -51,48 +55,54 @@ class HiddenStatesStore:
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
-        self._running: dict[str, int] = {}
+        self._entries: dict[Key, _Entry] = {}
+        self._running: dict[Key, int] = {}
         """Requests that have begun and not ended; two at once may carry the same client-given id."""
         self.nbytes = 0
 
-    def begin(self, request_id: str) -> None:
-        self._running[request_id] = self._running.get(request_id, 0) + 1
+    def begin(self, request_id: str, principal: str = "") -> None:
+        """principal: the client that made the request, by its key."""
+        key = principal, request_id
+        self._running[key] = self._running.get(key, 0) + 1
 
-    def end(self, request_id: str, completions: dict[int, HiddenStates], num_completions: int = 1) -> None:
+    def end(
+        self, request_id: str, completions: dict[int, HiddenStates], num_completions: int = 1, principal: str = ""
+    ) -> None:
         """Keep a finished request's rows, by completion index; drop expired entries and the oldest over the limit.
 
         num_completions: `n` of the request; a completion may have no rows.
         """
-        self._running[request_id] -= 1
-        if not self._running[request_id]:
-            del self._running[request_id]
-        self._drop(request_id)
+        key = principal, request_id
+        self._running[key] -= 1
+        if not self._running[key]:
+            del self._running[key]
+        self._drop(key)
         if completions:
             expires_at = self._clock() + self._limits.hidden_states_expiry_s
-            entry = _Entry(request_id, expires_at, dict(completions), num_completions)
-            self._entries[request_id] = entry
+            entry = _Entry(expires_at, dict(completions), num_completions)
+            self._entries[key] = entry
             self.nbytes += entry.nbytes
         self.drop_expired()
         while self.nbytes > self._limits.hidden_states_store_bytes:
             self._drop(next(iter(self._entries)))
 
-    def fetch(self, response_id: str, index: int) -> HiddenStates:
-        """Hand out, once, the rows of choice `index` of a response.
+    def fetch(self, response_id: str, index: int, principal: str = "") -> HiddenStates:
+        """Hand out, once, the rows of choice `index` of a response to the client that made the request.
 
         Raises `RequestFailed` with code `not_finished` while it runs and `not_found` for anything else unknown.
         """
         self.drop_expired()
-        if any(_belongs(name, response_id) for name in self._running):
+        if any(owner == principal and _belongs(name, response_id) for owner, name in self._running):
             raise RequestFailed("not_finished", f"{response_id!r} is still running: fetch when it has been answered")
-        for name in [name for name in self._entries if _belongs(name, response_id)]:
-            entry = self._entries[name]
+        own = [name for owner, name in self._entries if owner == principal]
+        for name in [name for name in own if _belongs(name, response_id)]:
+            entry = self._entries[principal, name]
             first = 0 if name == response_id else _prompt_number(name) * entry.num_completions
             states = entry.completions.pop(index - first, None)
             if states is not None:
                 self.nbytes -= states.nbytes
                 if not entry.completions:
-                    self._drop(name)
+                    self._drop((principal, name))
                 return states
         raise RequestFailed(
             "not_found",
@@ -103,11 +113,11 @@ class HiddenStatesStore:
 
     def drop_expired(self) -> None:
         now = self._clock()
-        for name in [name for name, entry in self._entries.items() if entry.expires_at <= now]:
-            self._drop(name)
+        for key in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
+            self._drop(key)
 
-    def _drop(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id, None)
+    def _drop(self, key: Key) -> None:
+        entry = self._entries.pop(key, None)
         if entry is not None:
             self.nbytes -= entry.nbytes
 

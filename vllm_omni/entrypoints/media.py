@@ -158,19 +158,49 @@ def _encode(container: OutputContainer, stream: VideoStream, frames_THWC: np.nda
 
 
 def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
-    """Return `(frames_THWC, fps)` of a video file; raises ValueError when it holds no readable video stream."""
+    """Return `(frames_THWC, fps)` of a video file, frames as players show them.
+
+    Raises ValueError when it holds no readable video stream.
+    """
     try:
         with av.open(io.BytesIO(data), mode="r") as container:
             if not container.streams.video:
                 raise ValueError("file holds no video stream")
             stream = container.streams.video[0]
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+            frames = [as_displayed(frame, stream) for frame in container.decode(stream)]
             rate = stream.average_rate
     except av.FFmpegError as error:
         raise ValueError(f"not a readable video file of {len(data)} bytes: {type(error).__name__}") from error
     if not frames or rate is None:
         raise ValueError("video stream holds no frames")
     return np.stack(frames), float(rate)
+
+
+def as_displayed(frame: av.VideoFrame, stream: VideoStream, most_side: int | None = None) -> np.ndarray:
+    """Return a decoded frame as players show it, uint8 RGB [H, W, 3].
+
+    A phone stores an upright clip lying, with a display matrix that says how to rotate and mirror it, and pixels need
+    not be square. FFmpeg's decoders report both and apply neither. Other angles are rounded to a quarter turn.
+
+    Args:
+        frame: A frame from the stream's decoder.
+        stream: Stream of the frame. It holds the aspect ratio of its pixels.
+        most_side: Longest side of the result in pixels; larger frames are scaled down. Default: no scaling.
+    """
+    ratio = float(stream.sample_aspect_ratio or 1)
+    width, height = frame.width * max(1.0, ratio), frame.height * max(1.0, 1 / ratio)
+    scale = 1.0 if most_side is None else min(1.0, most_side / max(width, height))
+    pixels_HWC = frame.to_ndarray(
+        format="rgb24", width=max(2, round(width * scale)), height=max(2, round(height * scale))
+    )
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return pixels_HWC
+    # Rows (a, b, u), (c, d, v), (x, y, w): a stored point (p, q) is shown at (a p + c q, b p + d q).
+    a, b, _, c, d = np.frombuffer(bytes(matrix), np.int32)[:5].astype(int).tolist()
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b
+    return np.ascontiguousarray(pixels_HWC[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
 
 
 def contact_sheet(frames_THWC: np.ndarray, columns: int = 4, gap: int = 4) -> Image.Image:

@@ -2,9 +2,9 @@
 """`Operations`: operators' features of every API server of this package, for every kind of model.
 
 `X-Request-Id` on every answer and in log lines, quotas of keys (`omni.quotas`), spans if vLLM exports its own, memory
-that does not grow with visits. Attached by the endpoint plugins of video models, hidden states and speech. Held by
-tests/entrypoints/realtime/test_operators_served.py, tests/entrypoints/test_hidden_states_served.py and
-speech/test_speech_served.py.
+that does not grow with visits, and the check of browsers' origins. Attached by the endpoint plugins of video models,
+hidden states and speech. Held by tests/entrypoints/realtime/test_operators_served.py,
+tests/entrypoints/test_hidden_states_served.py and speech/test_speech_served.py.
 """
 
 from pathlib import Path
@@ -14,6 +14,7 @@ from vllm.engine.protocol import EngineClient
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints import request_id, tracing
+from vllm_omni.entrypoints.access import OriginGuard
 from vllm_omni.entrypoints.quota_guard import QuotaGuard
 from vllm_omni.entrypoints.quotas import FileQuotas, QuotaFile, Quotas
 from vllm_omni.heap import collect_after_freeze
@@ -34,6 +35,7 @@ class Operations:
         request_id.attach(app)
         collect_after_freeze(app)
         app.add_middleware(self._guard.around)
+        app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)
 
     async def start(self, engine_client: EngineClient, omni: OmniConfig) -> None:
         """Apply the options, before the server serves. Raises ValueError, naming the file of quotas."""

@@ -8,10 +8,12 @@ Held by tests/entrypoints/test_owner_lock.py.
 import contextlib
 import fcntl
 import multiprocessing.util
+import os
 import secrets
+import stat
 import uuid
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, BinaryIO, Final
 
 _PREFIX: Final = "vllm_omni-"
 
@@ -25,10 +27,19 @@ def hold_lock(path: Path) -> IO[Any]:
     return file
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open an entry of a shared directory for reading. Raises OSError, also for anything but a file; never waits."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO would wait for a writer
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(f"{path} is no regular file")
+
+
 def is_locked(path: Path) -> bool:
     """Whether the process that made this file lives; one that we may not look at counts as alive."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True

@@ -31,6 +31,7 @@ from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.environment import read_struct
 from vllm_omni.entrypoints.flood_delay import FloodDelay
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
+from vllm_omni.entrypoints.openai import adapter_route
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.entrypoints.owner_lock import Spool
@@ -84,6 +85,7 @@ class OmniEndpoints:
         for path in video_door.PATHS:
             app.add_api_websocket_route(path, self._realtime_video)
         self._openai.attach(app)
+        adapter_route.attach(app)
         self._ready.attach(app)
         self._sessions.attach(app)
         self._stop.attach(app)

@@ -57,12 +57,12 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class KeyQuota(Quota, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """sha256: of the key, in lower-case hexadecimal digits."""
 
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     default: Quota = Quota()
-    keys: dict[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], KeyQuota] = {}
+    keys: dict[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")], KeyQuota] = {}
 
     @classmethod
     def read(cls, path: Path) -> "QuotaFile":

@@ -1,2 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """World models as environments for research: a gymnasium `VectorEnv` over vLLM's offline engine (extra `env`)."""
+
+import importlib.util
+
+if importlib.util.find_spec("gymnasium") is None:
+    raise ModuleNotFoundError(
+        "vllm_omni.environments needs gymnasium: pip install '.[env]' in the checkout", name="gymnasium"
+    )

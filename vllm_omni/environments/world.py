@@ -31,6 +31,7 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle, with_rest
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.seeds import definite_seed, nth_seed
 from vllm_omni.worlds.start_pose import START_POSE, StartPose
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             raise ValueError(f"unknown options: {', '.join(sorted(options))}; known: reset_mask, {START_POSE}")
         seeds: Sequence[int | None] = [None] * self.num_envs
         if seed is not None:
-            seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
+            seeds = seed if not isinstance(seed, int) else [nth_seed(seed, index) for index in range(self.num_envs)]
         which = np.flatnonzero(mask).tolist()
         for index in which:
             self._starts[index] = given[index]
@@ -238,7 +239,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         prompts = prompts or [self._prompts[index] for index in which]
         starts = starts or [None] * len(which)
         begun = [
-            Episode(_new_id(), secrets.randbits(31) if seed is None else seed, prompt, start_pose=start)
+            Episode(_new_id(), definite_seed(seed), prompt, start_pose=start)
             for seed, prompt, start in zip(seeds, prompts, starts, strict=True)
         ]
         height, width = self._size

@@ -7,11 +7,17 @@ tests/executor/test_adapters.py.
 """
 
 import logging
+import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from vllm_omni.model_executor.models.diffusers_pipeline.options import LoraSource
+from vllm_omni.model_executor.tensor_files import copy_unchanged
 from vllm_omni.outputs import RequestFailed
 
 logger = logging.getLogger("vllm." + __name__)
@@ -85,11 +91,15 @@ class Adapters:
         if isinstance(wanted, list) and all(isinstance(name, str) for name in wanted):
             wanted = {name: self._sources[name].scale if name in self._sources else 1.0 for name in wanted}
         if not isinstance(wanted, Mapping) or not all(
-            isinstance(name, str) and isinstance(scale, int | float) and not isinstance(scale, bool)
+            isinstance(name, str)
+            and isinstance(scale, int | float)
+            and not isinstance(scale, bool)
+            and abs(scale) <= 100
             for name, scale in wanted.items()
         ):
             raise RequestFailed(
-                "invalid_request", "options.lora must be a name, a list of names or a map of names to strengths"
+                "invalid_request",
+                "options.lora must be a name, a list of names or a map of names to strengths from -100 to 100",
             )
         for name in wanted:
             if name not in self._sources:
@@ -128,11 +138,37 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
             )
         weight_name = files[0]
     try:
-        pipeline.load_lora_weights(
-            str(folder), weight_name=weight_name, adapter_name=name, use_safetensors=True, local_files_only=True
-        )
+        with tempfile.TemporaryDirectory(prefix="vllm-omni-adapter-") as private:
+            # diffusers maps the file into memory: a copy, because another process may write over the original.
+            copy_unchanged(folder / weight_name, Path(private) / Path(weight_name).name)
+            pipeline.load_lora_weights(
+                private,
+                weight_name=Path(weight_name).name,
+                adapter_name=name,
+                use_safetensors=True,
+                local_files_only=True,
+            )
     except Exception as error:  # boundary: whatever a foreign file makes the loader raise
         raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}") from error
     if not any(name in names for names in pipeline.get_list_adapters().values()):
         raise ValueError(f"LoRA adapter {name!r}: {folder / weight_name} holds nothing for {type(pipeline).__name__}")
+    if problem := _not_finite(pipeline, name):
+        pipeline.delete_adapters(name)
+        raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} has NaN or Inf: {problem}")
     logger.info("LoRA adapter %s loaded from %s", name, folder / weight_name)
+
+
+def _not_finite(pipeline: Any, name: str) -> str | None:
+    """The first strength or tensor of a loaded adapter that is no finite number; None if all are."""
+    from peft.tuners.lora import LoraLayer
+
+    for component in pipeline.components.values():
+        for place, module in component.named_modules() if isinstance(component, nn.Module) else ():
+            if not isinstance(module, LoraLayer) or name not in module.scaling:
+                continue
+            if not math.isfinite(module.scaling[name]):
+                return f"the strength of {place} is {module.scaling[name]}"
+            halves = [half[name] for half in (module.lora_A, module.lora_B) if name in half]
+            if not all(torch.isfinite(tensor).all() for half in halves for tensor in half.parameters()):
+                return f"the tensors of {place}"
+    return None

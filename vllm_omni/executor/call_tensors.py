@@ -20,7 +20,7 @@ from vllm_omni.outputs import RequestFailed
 
 _MAX_SIDE = 8192
 _MAX_TOKENS = 8192
-_FURTHER_IMAGE = re.compile(r"image_([1-9]\d?)$")
+_FURTHER_IMAGE = re.compile(r"image_([1-9]\d?)")
 _RENAMED = {"mask": "mask_image"}
 
 
@@ -38,7 +38,7 @@ def tensor_arguments(
     arguments: dict[str, Any] = {}
     pictures: dict[int, Image.Image] = {}
     for name, tensor in tensors.items():
-        further = _FURTHER_IMAGE.match(name)
+        further = _FURTHER_IMAGE.fullmatch(name)
         argument = "image" if further else _RENAMED.get(name, name)
         if argument not in parameters or not (_is_picture(argument) or _is_numbers(argument)):
             raise RequestFailed("invalid_request", f"this pipeline takes no tensor {name!r}; {_known(parameters)}")

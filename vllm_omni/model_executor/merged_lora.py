@@ -7,6 +7,7 @@ adapter's name) or as `lora_down` and `lora_up`. Maths: https://arxiv.org/abs/21
 Held by tests/model_executor/test_merged_lora.py.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ import torch
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource
 from vllm_omni.model_executor.weights import Rules, rename
 
-_PART = re.compile(r"\.(lora_A|lora_B|lora_down|lora_up|alpha)(\.\w+)?(\.weight)?$")
+_PART = re.compile(r"\.(lora_A|lora_B|lora_down|lora_up|alpha)(\.\w+)?(\.weight)?\Z")
 _SIDES = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up", "alpha": "alpha"}
 
 
@@ -76,7 +77,10 @@ class MergedSource:
         stored = dict(self.lora.read(named.values()))
         down, up = stored[named["down"]].float(), stored[named["up"]].float()
         scale = float(stored[named["alpha"]]) / down.shape[0] if "alpha" in named else 1.0
-        return (weight.float() + scale * (up @ down)).to(weight.dtype)
+        merged = (weight.float() + scale * (up @ down)).to(weight.dtype)
+        if not torch.isfinite(merged).all():
+            raise ValueError(f"{self.lora.where}: {named['up']} makes NaN or Inf of the weight that it changes")
+        return merged
 
 
 def _misfit(shape: Shape, named: Mapping[str, str], lora: TensorSource) -> str | None:
@@ -84,6 +88,10 @@ def _misfit(shape: Shape, named: Mapping[str, str], lora: TensorSource) -> str |
     if not {"down", "up"} <= named.keys():
         return f"{next(iter(named.values()))} lacks its other half"
     down, up = lora.shapes[named["down"]], lora.shapes[named["up"]]
+    if 0 in down:
+        return f"{named['down']} {tuple(down)} has rank 0"
+    if "alpha" in named and math.prod(lora.shapes[named["alpha"]]) != 1:
+        return f"{named['alpha']} {tuple(lora.shapes[named['alpha']])} is not one number"
     if len(down) != 2 or len(up) != 2 or (up[0], down[1]) != tuple(shape) or down[0] != up[1]:
         return f"{named['up']} {tuple(up)} x {tuple(down)} does not make {tuple(shape)}"
     return None

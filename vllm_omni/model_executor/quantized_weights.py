@@ -41,10 +41,10 @@ COMPANIONS = frozenset((*SCALES, *_SECOND_SCALES, *_INPUT_SCALES, _ZERO))
 """The names under which scales stand beside a weight."""
 
 _SPELLINGS = (
-    (r"\.scale_weight$", ".weight_scale"),
-    (r"\.scale_input$", ".input_scale"),
-    (r"\._weight_qdata$", ".weight"),
-    (r"\._weight_(scale|zero_point)$", r".weight_\1"),
+    (r"\.scale_weight\Z", ".weight_scale"),
+    (r"\.scale_input\Z", ".input_scale"),
+    (r"\._weight_qdata\Z", ".weight"),
+    (r"\._weight_(scale|zero_point)\Z", r".weight_\1"),
     (r"^(model\.)?diffusion_model\.", ""),
 )
 """Names of the community's files and of torchao's -> those of the other libraries."""

@@ -9,15 +9,21 @@ Held by tests/model_executor/test_tensor_files.py.
 """
 
 import json
+import math
+import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, BinaryIO, Protocol
 
+import msgspec
 import torch
 import yaml
 from safetensors import SafetensorError, safe_open
+
+from vllm_omni.tensor_bytes import read_at
 
 Shape = tuple[int, ...]
 
@@ -65,6 +71,100 @@ class TorchSource:
         """Yield (name, CPU tensor) for the given names; pages are read from the file when they are touched."""
         for name in names:
             yield name, self.tensors[name]
+
+
+@dataclass(frozen=True)
+class UnmappedSource:
+    """Tensors of one safetensors file that others may write while the server runs: read, never memory-mapped.
+
+    A mapped file that is truncated ends the process (SIGBUS) when its bytes are touched. Here a file that changes
+    between `open` and the end of `read` is a ValueError. metadata: of the file's header.
+    """
+
+    where: str
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    metadata: Mapping[str, str]
+    _path: Path
+    _starts: Mapping[str, int]
+    _identity: tuple[int, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> "UnmappedSource":
+        """Read the header. Raises ValueError of one line that names the file and the fault."""
+        try:
+            with path.open("rb") as file:
+                identity = _identity(file)
+                length = int.from_bytes(file.read(8), "little")
+                if length > _MAX_CONFIG_BYTES["JSON"]:
+                    raise ValueError(f"its header has {length} bytes")
+                raw = msgspec.json.decode(file.read(length), type=dict[str, Any])
+            metadata = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
+            header = msgspec.convert(raw, dict[str, _Entry])
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            raise ValueError(f"{path} is no complete safetensors file ({error}); download it again") from error
+        size, start = identity[0], 8 + length
+        position = start
+        for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
+            if (dtype := _SAFETENSORS_DTYPES.get(entry.dtype)) is None:
+                allowed = ", ".join(_SAFETENSORS_DTYPES)
+                raise ValueError(f"{path}: tensor {name!r} has dtype {entry.dtype}; allowed: {allowed}")
+            begin, end = (start + offset for offset in entry.data_offsets)
+            if begin != position or end - begin != dtype.itemsize * math.prod(entry.shape):
+                raise ValueError(f"{path} is no complete safetensors file (the place of {name!r}); download it again")
+            position = end
+        if position != size:
+            raise ValueError(f"{path} is no complete safetensors file ({size} bytes of {position}); download it again")
+        return cls(
+            str(path),
+            {name: tuple(entry.shape) for name, entry in header.items()},
+            {name: _SAFETENSORS_DTYPES[entry.dtype] for name, entry in header.items()},
+            metadata,
+            path,
+            {name: start + entry.data_offsets[0] for name, entry in header.items()},
+            identity,
+        )
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, CPU tensor) in the order of `names`. Raises ValueError if the file is not what was opened."""
+        try:
+            with self._path.open("rb") as file:
+                self._check(file)
+                for name in names:
+                    dtype, shape = self.dtypes[name], self.shapes[name]
+                    data = torch.empty(dtype.itemsize * math.prod(shape), dtype=torch.uint8)
+                    read_at(file.fileno(), [(self._starts[name], data)])
+                    yield name, data.view(dtype).reshape(shape)
+                self._check(file)
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{self.where} cannot be read ({error})") from error
+
+    def _check(self, file: BinaryIO) -> None:
+        if _identity(file) != self._identity:
+            raise ValueError(f"{self.where} was changed while it was read; load it again when it is complete")
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in a safetensors header. data_offsets: begin and end, in bytes after the header."""
+
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    data_offsets: tuple[int, int]
+
+
+def copy_unchanged(source: Path, target: Path) -> None:
+    """Copy a file that others may write. Raises ValueError if it changes meanwhile, and OSError."""
+    with source.open("rb") as file, target.open("xb") as copy:
+        before = _identity(file)
+        shutil.copyfileobj(file, copy, 1 << 20)
+        if _identity(file) != before or copy.tell() != before[0]:
+            raise ValueError(f"{source} was changed while it was read; load it again when it is complete")
+
+
+def _identity(file: BinaryIO) -> tuple[int, ...]:
+    """Equal for two openings of a file that nobody has written or replaced between them."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
 class TensorSource(Protocol):

@@ -19,8 +19,8 @@ CONFIG_KEY: Final = "omni_world"
 """Where vLLM's config object holds the card, as plain values."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-Picture = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.(png|jpg)$")]
-Video = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.mp4$")]
+Picture = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.(png|jpg)\Z")]
+Video = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.mp4\Z")]
 Side = Annotated[int, msgspec.Meta(ge=16, le=4096)]
 
 
@@ -68,7 +68,7 @@ class Tour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     start: Picture
     seed: int
-    keys: list[Annotated[str, msgspec.Meta(pattern="^[a-z]*$")]]
+    keys: list[Annotated[str, msgspec.Meta(pattern=r"^[a-z]*\Z")]]
     prompts: list[tuple[int, Name]]
     truth: Video | None = None
 
@@ -82,7 +82,7 @@ class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     stops a walker; None = nothing does. model: defaults of `omni.model`.
     """
 
-    domain: Annotated[str, msgspec.Meta(pattern="^[a-z0-9_]{1,64}$")]
+    domain: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{1,64}\Z")]
     title: Name
     about: Annotated[str, msgspec.Meta(max_length=1000)]
     sizes: Annotated[tuple[tuple[Side, Side], ...], msgspec.Meta(min_length=1)]

@@ -17,14 +17,14 @@ MANIFEST: Final = "manifest.json"
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, msgspec.Meta(ge=0)]
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """write_again: the command that writes the directory; files: by path relative to it, `/` between folders."""
 
     write_again: Annotated[str, msgspec.Meta(max_length=200)]
-    files: dict[Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]*$")], FileEntry]
+    files: dict[Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")], FileEntry]
 
 
 def write_manifest(folder: Path, write_again: str) -> Manifest:

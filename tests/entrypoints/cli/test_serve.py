@@ -304,8 +304,8 @@ def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) ->
     [
         ((), "http://localhost:0/omni/"),
         (("--host", "0.0.0.0", "--root-path", "/gpu"), "http://localhost:0/gpu/omni/"),
-        (("--host", "::1", "--ssl-certfile", "c"), "https://[::1]:0/omni/"),
-        (("--uds", "/run/world"), None),
+        (("--host", "::1", "--ssl-certfile", __file__), "https://[::1]:0/omni/"),
+        (("--uds", "world.sock"), None),
     ],
 )
 def test_the_pages_address_is_known_beforehand(world: str, given: tuple[str, ...], page: str | None) -> None:

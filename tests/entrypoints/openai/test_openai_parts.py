@@ -5,6 +5,7 @@ import asyncio
 import base64
 import io
 import json
+import struct
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -248,6 +249,16 @@ def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
         read_mask(encoded(mask.convert("RGB"), "JPEG"), 20, 30, LIMITS)
 
 
+def test_a_mask_is_turned_as_its_image_is() -> None:
+    """A mask with an EXIF rotation is read as viewers show it."""
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
+    mask.paste((0, 0, 0, 0), (0, 0, 30, 5))
+    read = read_mask(encoded(mask, exif=exif), 20, 30, LIMITS)
+    assert (read[15:] == 255).all() and (read[:15] == 0).all()
+
+
 def test_png_is_lossless() -> None:
     """The others have the quality asked for."""
     image = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
@@ -270,6 +281,20 @@ def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, rea
     assert read_clip(data, 12.0, most, "input_reference").shape == (read, 64, 96, 3)
     url = "data:video/mp4;base64," + base64.b64encode(data).decode()
     assert is_clip(url) and read_clip(url, 12.0, most, "messages").shape == (read, 64, 96, 3)
+
+
+def test_an_upright_clip_of_a_phone_is_read_upright() -> None:
+    """It is stored lying, with a matrix that says how to rotate it."""
+    data = bytearray(clip(9, 12))
+    matrix = data.find(b"tkhd") + 44
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30)
+    assert read_clip(bytes(data), 12.0, 72, "input_reference").shape == (9, 96, 64, 3)
+
+
+@pytest.mark.parametrize("box", [b"ftyp", b"moov", b"wide"])
+def test_a_quicktime_file_is_a_clip(box: bytes) -> None:
+    """Old MOV files begin with another box than MP4 files."""
+    assert is_clip(bytes(4) + box + bytes(8))
 
 
 @pytest.mark.parametrize("wrong", [clip(9, 12)[:300], b"\0\0\0\x18ftypnothing", "data:video/mp4;base64,%%%"])

@@ -10,6 +10,7 @@ from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.plan import fit_size, plan_pictures, plan_video, plan_video_edit
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.models.capabilities import Capabilities, PictureSizes
 from vllm_omni.model_executor.models.registry import family_names, get_family
 
@@ -49,6 +50,88 @@ def test_defaults_come_from_the_model() -> None:
     assert (params.width, params.height, params.num_images, params.one_shot) == (832, 480, 1, True)
     assert (params.num_inference_steps, params.guidance_scale, params.num_frames) == (20, 4.0, None)
     assert params.seed is not None and params.prompt == "p" and params.negative_prompt is None
+
+
+@pytest.mark.parametrize("size", [{}, {"size": "auto"}, {"size": "160x96"}])
+def test_width_and_height_are_another_way_to_say_size(size: dict[str, str]) -> None:
+    """Clients of vLLM-Omni (LiteLLM, ComfyUI) send them; a form's values are text."""
+    (params,) = pictures(width=160, height=96, **size).requests()
+    form = read_request(VideoRequest, {"prompt": "p", "width": "160", "height": "96", "n": "1"}, is_form=True)
+    sampling = plan_video(form, served(), has_image=False).sampling
+    assert (params.width, params.height) == (sampling.width, sampling.height) == (160, 96)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"width": 160}, "go together, or send size: height is missing"),
+        ({"width": 160, "height": 96, "size": "320x96"}, "size 320x96 and width x height 160x96 differ"),
+        ({"width": 161, "height": 96}, "size 161x96: width must be a multiple of 16"),
+    ],
+)
+def test_half_a_size_and_two_sizes_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        pictures(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "guidance"),
+    [
+        ({"true_cfg_scale": 2.5}, 2.5),
+        ({"true_cfg_scale": 1.0}, 1.0),
+        ({"true_cfg_scale": 1.0, "guidance_scale": 7.5}, 7.5),
+        ({"true_cfg_scale": 7.5, "guidance_scale": 7.5}, 7.5),
+    ],
+)
+def test_true_cfg_scale_is_another_name_of_guidance_scale(fields: dict[str, float], guidance: float) -> None:
+    """vLLM-Omni's nodes always send both; 1 is no guidance."""
+    (params,) = pictures(**fields, vae_use_slicing=False, vae_use_tiling=True).requests()
+    assert (params.guidance_scale, params.options) == (guidance, {})
+
+
+def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
+    """There it differs from `guidance_scale`."""
+    request = read_request(ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": 2.0, "guidance_scale": 3.5})
+    (params,) = plan_pictures(request, served(true_cfg_scale=True)).requests()
+    assert (params.guidance_scale, params.options) == (3.5, {"true_cfg_scale": 2.0})
+
+
+def test_guidance_that_a_model_lacks_is_refused() -> None:
+    """A `true_cfg_scale` of 1 asks for none, so it is taken."""
+    fixed = served(guidance_scale=None)
+    for scale, allowed in ((1.0, True), (2.0, False)):
+        request = read_request(ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": scale})
+        if allowed:
+            assert plan_pictures(request, fixed).sampling.guidance is None
+        else:
+            with pytest.raises(ApiError, match="cannot change its true_cfg_scale"):
+                plan_pictures(request, fixed)
+    with pytest.raises(ApiError, match="send guidance_scale alone"):
+        pictures(guidance_scale=3.0, true_cfg_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"name": "snow", "scale": 0.5}, {"lora_name": "snow", "lora_scale": 0.5, "int_id": 7}]
+)
+def test_one_adapter_alone_may_be_an_object(lora: dict[str, Any]) -> None:
+    """With the names of vLLM-Omni's clients, too."""
+    assert pictures(lora=lora).sampling.lora == [Lora(name="snow", scale=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"steps": 3}, "Unknown parameter: 'steps'; it is num_inference_steps here"),
+        ({"frames": 3}, "it is num_frames here"),
+        ({"first_frame": "x"}, "it is input_reference here"),
+        ({"flow_shift": 3.0}, "options of the model itself go into extra_params"),
+        ({"lora": {"name": "snow", "local_path": "/x"}}, "POST /v1/load_lora_adapter, then send its name"),
+        ({"lora": [{"name": "snow", "weight": 1}]}, "allowed: name, scale"),
+    ],
+)
+def test_a_field_of_another_server_is_refused_with_this_servers_name(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        video(**fields)
 
 
 def test_n_is_cut_into_requests_whose_seeds_continue() -> None:

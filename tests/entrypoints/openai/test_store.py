@@ -57,6 +57,19 @@ def test_a_record_comes_back_as_it_was(root: Path) -> None:
     assert store_at(root).read(made.id) == made
 
 
+def test_what_a_client_stored_is_there_for_no_other(root: Path) -> None:
+    """Its jobs are in nobody else's list, and a file's id says nothing of the file's name."""
+    store = store_at(root)
+    mine, theirs = record(store, principal="a"), record(store, principal="b")
+    assert store.read(mine.id, "a") == mine and store.read(mine.id, "b") is None and store.read(mine.id) is None
+    assert store.records("a") == [mine] and store.records("b") == [theirs] and store.records() == []
+    picture = store.add_file(b"data", "png", "a")
+    found = store.find_file(picture, "a")
+    assert found is not None and found.read_bytes() == b"data"
+    assert store.find_file(picture, "b") is None and store.find_file(picture) is None
+    assert store.find_file(found.stem, "a") is None and store.find_file(found.stem) is None
+
+
 @pytest.mark.parametrize(
     "name", ["", "video_x", "../../etc/passwd", "video_" + "a" * 23, "video_" + "/" * 22, "video_" + "a" * 22 + "\n"]
 )
@@ -88,12 +101,13 @@ def test_what_has_expired_goes(root: Path) -> None:
     store = store_at(root, media_ttl_s=3600)
     old, new = finished(store, age_s=4000), finished(store, age_s=10)
     picture = store.add_file(b"data", "png")
-    assert store.find_file(picture) is not None
-    os.utime(store.path(picture, "png"), (time.time() - 4000,) * 2)
+    file = store.find_file(picture)
+    assert file is not None
+    os.utime(file, (time.time() - 4000,) * 2)
     assert store.find_file(picture) is None
     store.prune()
     assert [kept.id for kept in store.records()] == [new.id]
-    assert not store.path(picture, "png").exists() and not store.path(old.id, "json").exists()
+    assert not file.exists() and not store.path(old.id, "json").exists()
 
 
 def _run_a_job(root: str, made: Any) -> None:
@@ -254,3 +268,14 @@ def test_the_next_server_removes_what_a_killed_one_had_not_finished(root: Path) 
     assert sorted(path.name for path in root.iterdir()) == sorted(
         [f"{living.owner}.owner", f"video_{'a' * 22}.{living.owner}.part"]
     )
+
+
+def test_an_entry_that_cannot_be_removed_stays_and_ends_nothing(root: Path) -> None:
+    """Directories under the names of files: the store starts, prunes what it can and takes new files."""
+    store = store_at(root)
+    old, older = finished(store, age_s=7200), finished(store, age_s=9000)
+    for name in ("left.part", f"video_{'b' * 22}.0123456789abcdef.part", "0123456789abcdef.owner", f"{older.id}.webp"):
+        (root / name).mkdir()
+    store_at(root).prune()
+    assert store.read(old.id) is None and (root / f"{older.id}.webp").is_dir()
+    assert store.find_file(store.add_file(b"x", "png")) is not None

@@ -96,6 +96,7 @@ ROTATED[0x0112] = 3  # upside down
         pytest.param(encoded(GREY, "PNG"), 100, id="png"),
         pytest.param(encoded(GREY, "JPEG"), 100, id="jpeg"),
         pytest.param(encoded(GREY, "WEBP", lossless=True), 100, id="webp"),
+        pytest.param(encoded(GREY, "GIF"), 100, id="gif"),
         pytest.param(encoded(GREY.convert("L"), "PNG"), 100, id="grey"),
         pytest.param(encoded(Image.fromarray(np.full((8, 8), 25700, np.uint16)), "PNG"), 100, id="16-bit"),
         pytest.param(encoded(GREY.convert("CMYK"), "JPEG"), 100, id="cmyk"),
@@ -109,6 +110,34 @@ def test_odd_but_legal_images_keep_their_colours(data: bytes, colour: int) -> No
     image = load_image(data, 16, 24, LIMITS)
     assert (image.dtype, image.shape) == (np.uint8, (16, 24, 3))
     assert np.abs(image.astype(int) - colour).max() <= 3
+
+
+HIDDEN = Image.new("RGBA", (8, 8), (255, 0, 255, 0))
+HIDDEN_16 = Image.fromarray(np.full((8, 8), 25700, np.uint16))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(encoded(HIDDEN, "PNG"), id="png"),
+        pytest.param(encoded(HIDDEN, "WEBP", lossless=True, exact=True), id="webp"),
+        pytest.param(encoded(HIDDEN, "GIF"), id="gif"),
+        pytest.param(encoded(Image.new("LA", (8, 8), (9, 0)), "PNG"), id="grey and alpha"),
+        pytest.param(encoded(Image.new("L", (8, 8), 9), "PNG", transparency=9), id="grey, one value transparent"),
+        pytest.param(encoded(HIDDEN_16, "PNG", transparency=25700), id="16-bit grey, one value transparent"),
+        pytest.param(encoded(Image.new("P", (8, 8), 0), "PNG", transparency=0), id="palette"),
+        pytest.param(encoded(GREY, "PNG", transparency=(100, 100, 100)), id="one colour transparent"),
+        pytest.param(np.asarray(HIDDEN), id="array"),
+    ],
+)
+def test_transparent_parts_become_white(source: Any) -> None:
+    """The colour that an editor left below a transparent part does not come out."""
+    assert (load_image(source, 8, 8, LIMITS) == 255).all()
+
+
+def test_half_transparent_parts_are_mixed_with_white() -> None:
+    """Black at an alpha of 128 becomes a middle grey."""
+    assert np.abs(load_image(np.full((8, 8, 4), (0, 0, 0, 128), np.uint8), 8, 8, LIMITS).astype(int) - 127).max() <= 1
 
 
 def test_photos_are_turned_upright() -> None:
@@ -139,7 +168,6 @@ def bomb(width: int, height: int) -> bytes:
         ("data:image/png;base64," + "A" * (3 << 20), "image_too_large"),
         (encoded(SIDEWAYS, "PNG")[:60], "invalid_image"),
         (encoded(GREY, "JPEG")[:300], "invalid_image"),
-        (encoded(GREY, "GIF"), "invalid_image"),
         (encoded(GREY, "TIFF"), "invalid_image"),
         (encoded(GREY, "BMP"), "invalid_image"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "invalid_image"),

@@ -315,3 +315,23 @@ def test_a_live_stream_that_is_refused_is_one_line(door: DoorServer, tmp_path: P
         assert finished.returncode == 1
         assert said in finished.stderr
         assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "more"), [("world_camera.py", ("--keys", "w*3")), ("realtime_video.py", ("--chunks", 1))]
+)
+def test_a_proxy_in_the_environment_is_not_asked_for_this_machine(
+    door: DoorServer,
+    image: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    more: tuple[object, ...],
+) -> None:
+    """`http_proxy` without `no_proxy`, and nobody answers there."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    finished = run(door, "--image", image, *more, "--output", tmp_path / "walk.mp4", script=script)
+    assert finished.returncode == 0, finished.stderr + finished.stdout

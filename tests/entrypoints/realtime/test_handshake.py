@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer
 from helpers.waits import wait_until
+from starlette.datastructures import Headers
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.realtime import render, world_camera
+from vllm_omni.entrypoints.realtime.connection import normalize_origin, origin_allowed
 from vllm_omni.entrypoints.realtime.world_camera import PATHS
 
 MakeDoor = Callable[..., DoorServer]
@@ -30,6 +32,33 @@ def test_foreign_origins_are_refused_before_the_upgrade(make_door: MakeDoor) -> 
     for origin in ("https://play.example", f"http://127.0.0.1:{door.port}"):
         with door.client(origin=origin) as client:
             assert client.hello["protocol"] == "omni.world.camera"
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "allowed"),
+    [
+        ("https://play.example", "play.example", True),
+        ("https://play.example", "play.example:443", True),
+        ("http://play.example", "play.example:80", True),
+        ("https://play.example", "Play.Example", True),
+        ("https://[2001:db8::1]", "[2001:db8::1]:443", True),
+        ("https://play.example:8443", "play.example:8443", True),
+        ("https://listed.example:443", "play.example", True),
+        ("https://evil.example", "play.example:443", False),
+        ("https://play.example:444", "play.example:443", False),
+        ("http://play.example", "play.example:443", False),
+        ("https://play.example:8443", "play.example", False),
+        ("null", "play.example", False),
+        ("", "", False),
+        ("https://", "", False),
+        ("https://:443", "", False),
+        ("play.example", "play.example", False),
+    ],
+)
+def test_an_origin_is_compared_without_its_default_port(origin: str, host: str, allowed: bool) -> None:
+    """A proxy may add `:443` or `:80` to `Host`; browsers leave the default port out of `Origin`."""
+    listed = {normalize_origin("https://Listed.example/")}
+    assert origin_allowed(Headers({"origin": origin, "host": host}), listed) is allowed
 
 
 @pytest.mark.parametrize(("listed", "origin"), [("null", "null"), ("*", "https://any.example")])

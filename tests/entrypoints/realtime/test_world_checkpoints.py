@@ -203,6 +203,28 @@ def test_only_files_of_the_dead_are_taken_over(tmp_path: Path) -> None:
     assert mine.checkpoint(other).exists()
 
 
+def test_an_entry_that_is_no_file_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory, a FIFO and a file that is no snapshot stay where they are, and the log says why."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    names = [f"{digit * 32}.session.safetensors" for digit in "abc"]
+    (kept / names[0]).mkdir()
+    os.mkfifo(kept / names[1])
+    (kept / names[2]).write_text("x")
+    os.mkfifo(kept / "vllm_omni-0123456789abcdef.owner")
+    os.mkfifo(kept / f"{'a' * 32}.0123456789abcdef.session.safetensors")
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        mobility = SessionMobility(manager, Spool(tmp_path / "spool"), kept)
+        mobility.sweep()
+        assert await mobility.take_over() == 0
+
+    with caplog.at_level("WARNING"):
+        scenario(test)
+    assert all(f"{name} is not taken over" in caplog.text for name in names)
+    assert all((kept / name).exists() for name in names)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"checkpoint_s": 5}, "needs drain_snapshot_dir"), ({"checkpoint_s": 0, "drain_snapshot_dir": "k"}, ">= 0.1")],

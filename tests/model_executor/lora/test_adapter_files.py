@@ -38,12 +38,8 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         lambda t: {f"diffusion_model.double_blocks.{n}.proj.lora_A.weight": torch.zeros(1, 1) for n in range(4)},
         r"modules that this model lacks or keeps as they are: 4 \((.*double_blocks.*, ){3}\.\.\.\)",
     ),
-    "more layers": (
-        lambda t: {name.replace("blocks.0", "blocks.77"): tensor for name, tensor in t.items()},
-        r"lacks or keeps as they are: 3 \(diffusion_model\.blocks\.77",
-    ),
-    "a text encoder's": (
-        lambda t: {**t, "lora_te1_text_model_encoder.lora_down.weight": torch.zeros(4, 4)},
+    "only a text encoder's": (
+        lambda t: {"lora_te1_text_model_encoder.lora_down.weight": torch.zeros(4, 4)},
         r"lacks or keeps as they are: 1 \(lora_te1_",
     ),
     "another width": (
@@ -60,6 +56,26 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         r"of no LoRA adapter: 1 \(.*dora_scale\)",
     ),
     "LoHa": (lambda t: {"blocks.0.ffn.0.hada_w1_a": torch.zeros(4, 4)}, r"of no LoRA adapter: 1 \(.*hada_w1_a\)"),
+    "rank 0": (
+        lambda t: {n: v[:0] if "down" in n else v[:, :0] if "up" in n else v for n, v in t.items()},
+        r"of rank 0: 4 \(.*lora_down\.weight",
+    ),
+    "whole numbers": (
+        lambda t: {n: v.to(torch.int8) if "up" in n else v for n, v in t.items()},
+        r"of a dtype that is no float: 4 \(.*lora_up\.weight",
+    ),
+    "alpha that is NaN": (
+        lambda t: {n: torch.tensor(float("nan")) if "alpha" in n else v for n, v in t.items()},
+        r"has NaN or Inf in 4 \(.*alpha",
+    ),
+    "NaN in eight bits": (
+        lambda t: {n: torch.full_like(v, float("nan")).to(torch.float8_e4m3fn) for n, v in t.items()},
+        r"has NaN or Inf in 12 \(",
+    ),
+    "too strong": (
+        lambda t: {n: torch.tensor(3e38) if "alpha" in n else v * 10 for n, v in t.items()},
+        r"is too strong for torch\.float32: NaN or Inf in 4 \(transformer\.blocks",
+    ),
     "NaN": (lambda t: {n: v * float("nan") for n, v in t.items()}, r"has NaN or Inf in 12 \("),
     "a whole big matrix": (
         lambda t: {"diffusion_model.blocks.0.ffn.0.diff": torch.zeros(112, 64)},
@@ -82,6 +98,59 @@ def test_refusals(kind: str, target: AdapterTarget, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def _with_image_layers(tensors: Tensors) -> Tensors:
+    """As adapters of Wan 2.1 I2V have them."""
+    name = "diffusion_model.blocks.0.cross_attn"
+    more = {f"{name}.k_img.lora_down.weight": (4, 64), f"{name}.k_img.lora_up.weight": (64, 4)}
+    more |= {f"{name}.k_img.diff_b": (64,), f"{name}.norm_k_img.diff": (64,)}
+    return {**tensors, **{name: torch.zeros(shape) for name, shape in more.items()}}
+
+
+SKIPPED: dict[str, tuple[Callable[[Tensors], Tensors], int, int]] = {
+    "layers for the start image": (_with_image_layers, 4, 4),
+    "more layers": (lambda t: {name.replace("blocks.0", "blocks.77"): tensor for name, tensor in t.items()}, 3, 3),
+    "a text encoder's": (
+        lambda t: {**t, "lora_te1_text_model_encoder.lora_down.weight": torch.zeros(4, 4)},
+        1,
+        4,
+    ),
+    "a text encoder's by another method": (lambda t: {**t, "lora_te1_mlp.hada_w1_a": torch.zeros(4, 4)}, 1, 4),
+    "one module of another width": (
+        lambda t: {n: v[:, :-1].contiguous() if "blocks.1" in n and "down" in n else v for n, v in t.items()},
+        3,
+        3,
+    ),
+    "a norm of another width": (
+        lambda t: {**t, "diffusion_model.blocks.0.self_attn.norm_q.diff": torch.zeros(63)},
+        1,
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_what_does_not_fit_is_skipped_and_listed(kind: str, target: AdapterTarget, tmp_path: Path) -> None:
+    """The other modules act as they do without it."""
+    change, num_skipped, num_modules = SKIPPED[kind]
+    path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
+    plain = load(target, path)
+    save_file(change(load_file(path)), tmp_path / "b.safetensors")
+    weights = load(target, tmp_path / "b.safetensors")
+    assert (len(weights.skipped), len(weights.matrices), plain.skipped) == (num_skipped, num_modules, ())
+    for place, difference in weights.matrices.items():
+        torch.testing.assert_close(difference.up, plain.matrices[place].up)
+    assert weights.digest != plain.digest
+
+
+def test_a_fault_of_another_rank_s_tensors_is_found_too(target: AdapterTarget, tmp_path: Path) -> None:
+    """Every rank reads the whole file and refuses it alike, also a rank that has no part of the faulty module."""
+    path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
+    save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, tmp_path / "b.safetensors")
+    nothing = OwnPlaces(frozenset(), frozenset())
+    with pytest.raises(ValueError, match="has NaN or Inf in 12"):
+        load_adapter(str(tmp_path / "b.safetensors"), {"transformer": target}, 8, torch.float32, nothing)
+
+
 def test_a_rank_above_the_limit_is_named(target: AdapterTarget, tmp_path: Path) -> None:
     path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"rank above --max-lora-rank 1: 4 \(blocks\.0\.self_attn\.q 4, .*, \.\.\.\)"):
@@ -95,6 +164,14 @@ def test_a_rank_above_the_limit_is_named(target: AdapterTarget, tmp_path: Path) 
         ({"modules_to_save": ["head"]}, "modules_to_save"),
         ({"r": 0}, "must be a positive integer"),
         ({"lora_alpha": None}, "cannot be read"),
+        ({"lora_alpha": float("nan")}, r"strength of blocks\.0\.self_attn\.q \(lora_alpha over r\) is nan"),
+        ({"lora_alpha": float("inf")}, "is inf, not a finite number"),
+        ({"lora_alpha": 10**400}, "cannot be read"),
+        ({"r": 1e-320}, "is inf, not a finite number"),
+        ({"alpha_pattern": {"blocks.1.self_attn.q": float("nan")}}, r"strength of blocks\.1\.self_attn\.q"),
+        ({"alpha_pattern": {"blocks.1.self_attn.q": "much"}}, r"settings of blocks\.1\.self_attn\.q cannot be read"),
+        ({"alpha_pattern": {"blocks.(": 2}}, "cannot be read"),
+        ({"rank_pattern": {"blocks.1.self_attn.q": 10**400}}, "cannot be read"),
     ],
 )
 def test_settings_of_peft_that_mean_more_than_an_adapter(
@@ -102,8 +179,9 @@ def test_settings_of_peft_that_mean_more_than_an_adapter(
 ) -> None:
     """Judged by vLLM's own reader of them."""
     folder = files.write_peft(some_factors(target), tmp_path / "peft", **settings)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as refusal:
         load(target, folder)
+    assert "\n" not in str(refusal.value)
 
 
 def test_settings_apply_to_the_modules_they_name(target: AdapterTarget, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_omni.inputs import Lora, UsedLora
 from vllm_omni.model_executor.lora.active import active_adapters, addresses_key, weights_key
-from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters, named
+from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters, _skipped_line, named
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.outputs import RequestFailed
 
@@ -55,6 +55,20 @@ def test_adapters_beyond_the_host_s_room_are_read_again(paths: dict[str, Path]) 
     with pytest.raises(RequestFailed, match="adapter 'n0' cannot be read any more"):
         store.select([Lora(name="n0")])
     assert torch.equal(out(model, store, Lora(name="n1")), results["n1"])
+
+
+def test_an_adapter_s_file_that_is_written_over_refuses_the_request_alone(paths: dict[str, Path]) -> None:
+    """Half a file, or another adapter's, where the loaded one was; once the file is back, so is the adapter."""
+    model = Model()
+    store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
+    expected, whole = out(model, store, Lora(name="n0")), paths["n0"].read_bytes()
+    for data in (whole[: len(whole) // 2], paths["n1"].read_bytes()):
+        out(model, store, Lora(name="n2"))
+        paths["n0"].write_bytes(data)
+        with pytest.raises(RequestFailed, match="adapter 'n0' cannot be read any more"):
+            store.select([Lora(name="n0")])
+    paths["n0"].write_bytes(whole)
+    assert torch.equal(out(model, store, Lora(name="n0")), expected)
 
 
 def test_an_adapter_loaded_in_place_is_another_from_the_next_chunk_on(paths: dict[str, Path]) -> None:
@@ -127,3 +141,11 @@ def test_a_forgotten_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
     assert store.remove(1) and not store.remove(1)
     with pytest.raises(RequestFailed, match="no adapter 'n0'"):
         store.select([Lora(name="n0")])
+
+
+def test_skipped_tensors_are_listed_once_for_all_blocks() -> None:
+    """In one line that a file's names cannot break."""
+    names = [f"blocks.{n}.cross_attn.k_img.diff_b" for n in range(4)] + ["lora_te1\nx.alpha"]
+    line = _skipped_line(names)
+    assert line.endswith(r"skipped: blocks.N.cross_attn.k_img.diff_b (4), lora_te1\nx.alpha (1)")
+    assert "and 10 kinds more" in _skipped_line([f"{'x' * n}.alpha" for n in range(30)])

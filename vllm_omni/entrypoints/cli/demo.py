@@ -21,13 +21,13 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.loopback import open_loopback, websocket_proxy
 from vllm_omni.entrypoints.webui.address import page_url
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -
 def answers(url: str) -> bool:
     """Whether an HTTP GET gets 200 now."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with open_loopback(url, timeout_s=5) as answer:
             return int(answer.status) == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
@@ -321,7 +321,7 @@ def stream(
     columns = (TextColumn("walking"), BarColumn(), MofNCompleteColumn(), TextColumn("chunks"), TimeElapsedColumn())
     try:
         with (
-            connect(url, max_size=None, compression=None, open_timeout=30) as socket_,
+            connect(url, max_size=None, compression=None, open_timeout=30, proxy=websocket_proxy(url)) as socket_,
             Progress(*columns, console=console) as progress,
         ):
             hello = msgspec.msgpack.decode(_binary(socket_.recv(timeout=30)))

@@ -12,13 +12,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from vllm_omni.compat import is_supported, supported_range
 from vllm_omni.entrypoints.cli.foreign import find_foreign
+from vllm_omni.entrypoints.cli.start_checks import socket_directory_trouble
 from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
 
 _MIN_PYTHON = (3, 11)
@@ -77,6 +78,7 @@ def examine(port: int) -> list[Finding]:
         check_h264(),
         check_shm(),
         check_memory(),
+        check_sockets(os.environ),
         check_port(port),
     ]
 
@@ -280,6 +282,12 @@ def check_memory() -> Finding:
             "memory", "warn", f"{available / _GIB:.1f} GiB available", "close other programs; 4 GiB are needed"
         )
     return Finding("memory", "ok", f"{available / _GIB:.1f} GiB available")
+
+
+def check_sockets(environ: Mapping[str, str]) -> Finding:
+    """vLLM's processes talk through socket files, whose paths are short."""
+    trouble, _, mend = (socket_directory_trouble(environ) or "").partition(": ")
+    return Finding("sockets", "fail", trouble, mend) if trouble else Finding("sockets", "ok", "paths are short enough")
 
 
 def check_port(port: int) -> Finding:

@@ -38,6 +38,7 @@ from vllm_omni.engine_arguments.refusals import (
 )
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.start_checks import check_start
 from vllm_omni.entrypoints.tickets import SECRET_VARIABLE
 from vllm_omni.entrypoints.webui.address import page_url
 from vllm_omni.platforms import is_cpu_build
@@ -101,6 +102,8 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     """
     flags = ServeFlags.scan(argv)
     family = check(flags)
+    omni = flags.additional_config().get("omni", {})
+    check_start(flags.values, omni, environ, is_language_model=family.serve_flags is not None)
     argv = _with_one_additional_config(argv, flags)
     served_by = {"worker-cls": WORKER_CLS}
     if family.executor_cls is not None:

@@ -23,8 +23,8 @@ request. Fields of `DiffusionParams`:
     A picture is asked for exactly when num_frames is None.
 
 Input tensors: `image` uint8 [H, W, 3] RGB; an edit's further pictures are `image_1`, `image_2`, ... in the client's
-order. For an edit each has the size the client sent (EXIF rotation applied, alpha dropped); for a video `image` is
-the first frame, stretched to the video's height and width. `video` uint8 [T, H, W, 3] RGB is a clip to edit
+order. For an edit each has the size the client sent (EXIF rotation applied, transparent parts white); for a video
+`image` is the first frame, stretched to the video's height and width. `video` uint8 [T, H, W, 3] RGB is a clip to edit
 (`video_edit`), at `Capabilities.fps` frames a second, num_frames = 1 + frame_stride * k <= T; the result's size and
 length follow it, whatever height and width say. `mask` uint8 [H, W], 255 = paint here, the size of
 `image`; only if `Capabilities.mask`.

@@ -26,7 +26,7 @@ _MAX_FIELD_BYTES: Final = 1 << 20
 _STRUCTURED: Final = frozenset(
     {"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"}
 )
-_BRACKETED: Final = re.compile(r"^([a-z_]+)\[([A-Za-z0-9_]{1,64})\]$")
+_BRACKETED: Final = re.compile(r"([a-z_]+)\[([A-Za-z0-9_]{1,64})\]")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ async def _read_form(request: Request, data: bytes) -> Body:
 
 
 def _add_field(fields: dict[str, Any], name: str, value: str) -> None:
-    bracketed = _BRACKETED.match(name)
+    bracketed = _BRACKETED.fullmatch(name)
     if bracketed is not None and bracketed[1] in _STRUCTURED:
         inner = fields.setdefault(bracketed[1], {})
         if isinstance(inner, dict):

@@ -11,7 +11,6 @@ Held by tests/entrypoints/openai/test_openai_chat.py.
 """
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -43,6 +42,7 @@ from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import definite_seed
 
 _PIECE_TOKENS: Final = 8
 
@@ -113,7 +113,7 @@ class ChatRoutes:
             request=asked,
             model=asked.model or self._served.names[0],
             prompt=talk.question,
-            seed=secrets.randbelow(2**31) if asked.seed is None else asked.seed,
+            seed=definite_seed(asked.seed),
             options=options,
             arrays=arrays,
             id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -146,6 +146,7 @@ class ChatRoutes:
             "model": call.model,
             "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": meta["finish_reason"]}],
             "usage": _usage(meta),
+            "seed": call.seed,
         }
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
@@ -195,7 +196,8 @@ def _inline(url: str) -> str:
 
 
 def _head(call: _Call) -> dict[str, Any]:
-    return {"id": call.id, "object": "chat.completion.chunk", "created": call.created, "model": call.model}
+    head = {"id": call.id, "object": "chat.completion.chunk", "created": call.created, "model": call.model}
+    return {**head, "seed": call.seed}
 
 
 def _chunk(call: _Call, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:

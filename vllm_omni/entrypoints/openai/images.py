@@ -18,6 +18,7 @@ from fastapi import Request
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.responses import Response
 
+from vllm_omni.entrypoints.access import owner_of
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.metrics import door_metrics, log_event
 from vllm_omni.entrypoints.openai.body import Body, read_body
@@ -61,6 +62,7 @@ class _Call:
     arrays: dict[str, np.ndarray]
     output_format: Format
     base_url: str
+    principal: str
     is_edit: bool
 
 
@@ -115,7 +117,7 @@ class ImageRoutes:
 
     @answer_errors
     async def file_content(self, request: Request, file_id: str) -> Response:
-        path = await self._off_loop(self._store.find_file, file_id)
+        path = await self._off_loop(self._store.find_file, file_id, owner_of(request))
         if path is None:
             raise not_found("no such file; files are kept for a limited time", "file_id")
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix[1:]])
@@ -149,7 +151,8 @@ class ImageRoutes:
                 code="too_many_requests",
                 retry_after_s=2,
             )
-        call = _Call(asked, plan, arrays, asked.output_format or "png", str(request.base_url), is_edit)
+        output_format, url = asked.output_format or "png", str(request.base_url)
+        call = _Call(asked, plan, arrays, output_format, url, owner_of(request), is_edit)
         if asked.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
         return await until_disconnected(request, self._whole(call))
@@ -215,7 +218,7 @@ class ImageRoutes:
 
     async def _returned(self, call: _Call, data: bytes) -> ImageData:
         if call.request.response_format == "url":
-            file_id = await self._off_loop(self._store.add_file, data, call.output_format)
+            file_id = await self._off_loop(self._store.add_file, data, call.output_format, call.principal)
             return ImageData(url=f"{call.base_url}v1/files/{file_id}/content")
         return ImageData(b64_json=base64.b64encode(data).decode())
 

@@ -27,6 +27,7 @@ from vllm_omni.entrypoints.openai.plan import VideoPlan, new_engine_id
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.store import Ending, JobRecord, MediaStore
 from vllm_omni.entrypoints.openai.video_file import VideoFile
+from vllm_omni.entrypoints.realtime.connection import ANONYMOUS
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -85,8 +86,11 @@ class VideoJobs:
                 retry_after_s=5,
             )
 
-    async def submit(self, plan: VideoPlan, arrays: dict[str, np.ndarray]) -> JobRecord:
-        """Accept a job. arrays: `image`, the first frame, or `video`, the clip to edit. Raises `ApiError` 429."""
+    async def submit(self, plan: VideoPlan, arrays: dict[str, np.ndarray], principal: str = ANONYMOUS) -> JobRecord:
+        """Accept a client's job. arrays: `image`, the first frame, or `video`, the clip to edit.
+
+        Raises `ApiError` 429.
+        """
         self.check_room()
         sampling = plan.sampling
         record = JobRecord(
@@ -100,6 +104,7 @@ class VideoJobs:
             num_frames=plan.num_frames,
             seed=sampling.seed,
             created_s=time.time(),
+            principal=principal,
         )
         num_chunks = 1 if self._served.world is None else sum(1 for _ in self._chunks(plan))
         self.store.write(record)  # raises if the disk is full: then there is no job
@@ -112,9 +117,12 @@ class VideoJobs:
         await self._off_loop(self.store.prune)
         return record
 
-    async def end(self, media_id: str, ending: Ending) -> JobRecord | None:
-        """Stop a job if it still runs, and with `delete` remove it. Returns its last record; None if it is unknown."""
-        record = self.store.read(media_id)
+    async def end(self, media_id: str, ending: Ending, principal: str = ANONYMOUS) -> JobRecord | None:
+        """Stop a client's job if it still runs, and with `delete` remove it.
+
+        Returns its last record; None if this client has no such job.
+        """
+        record = self.store.read(media_id, principal)
         if record is None:
             return None
         job = self._jobs.get(media_id)
@@ -126,7 +134,7 @@ class VideoJobs:
             self.store.ask_to_end(media_id, ending)  # its owner is another process
         elif ending == "delete":
             self.store.delete(media_id)
-        return job.record if job is not None else self.store.read(media_id) or record
+        return job.record if job is not None else self.store.read(media_id, principal) or record
 
     # -- one job ---------------------------------------------------------------------------------------------------
 

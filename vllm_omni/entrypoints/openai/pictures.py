@@ -9,12 +9,12 @@ import io
 from typing import Any, Final
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vllm_omni.entrypoints.openai.errors import ApiError, from_failure, invalid
 from vllm_omni.entrypoints.openai.protocol import Format
 from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.images import load_image, read_picture
+from vllm_omni.entrypoints.realtime.images import FORMATS, load_image, read_picture
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 MEDIA_TYPES: Final[dict[str, str]] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -48,10 +48,10 @@ def read_mask(data: bytes, height: int, width: int, limits: DoorLimits) -> np.nd
         raise invalid(
             f"mask is {shown.shape[1]}x{shown.shape[0]}, the image {width}x{height}: they must be equal", "mask"
         )
-    with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as picture:  # as `read_upload` opened it
-        if "A" not in picture.getbands() and "transparency" not in picture.info:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as picture:  # as `read_upload` opened it
+        if not picture.has_transparency_data:
             raise invalid("mask has no alpha channel: make it transparent where the image is to be edited", "mask")
-        alpha = np.asarray(picture.convert("RGBA").getchannel("A"))
+        alpha = np.asarray(ImageOps.exif_transpose(picture).convert("RGBA").getchannel("A"))
     return np.where(alpha < 128, 255, 0).astype(np.uint8)
 
 

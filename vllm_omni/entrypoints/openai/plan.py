@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.realtime.action_messages import camera_frames, conver
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.timed_prompts import TimedPrompt
 from vllm_omni.inputs import DiffusionParams, Lora
+from vllm_omni.seeds import definite_seed, nth_seed
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _OPENAI_SECONDS: Final = (4, 8, 12)
@@ -71,7 +72,9 @@ class PicturePlan:
         requests = []
         for start in range(0, self.n, self.images_per_request):
             count = min(self.images_per_request, self.n - start)
-            requests.append(self.sampling.params(new_engine_id(), num_images=count, seed=self.sampling.seed + start))
+            requests.append(
+                self.sampling.params(new_engine_id(), num_images=count, seed=nth_seed(self.sampling.seed, start))
+            )
         return requests
 
 
@@ -231,21 +234,44 @@ def _sampling(
                 f"{capabilities.max_num_inference_steps}",
                 "num_inference_steps",
             )
-    if request.guidance_scale is not None and capabilities.guidance_scale is None:
-        raise unsupported(served, "change its guidance_scale", "guidance_scale")
-    width, height = _size(request.size, sizes, automatic)
+    guidance, options = _guidance(request, served)
+    width, height = _size(request.wanted_size, sizes, automatic)
     return Sampling(
         model=request.model or served.names[0],
         prompt=request.prompt or None,
         negative_prompt=request.negative_prompt or None,
         width=width,
         height=height,
-        seed=secrets.randbits(31) if request.seed is None else request.seed,
+        seed=definite_seed(request.seed),
         steps=request.num_inference_steps or capabilities.num_inference_steps,
-        guidance=capabilities.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        guidance=guidance,
         lora=None if request.lora is None else [Lora(name=one.name, scale=one.scale) for one in request.lora],
-        options=_checked_options(request.extra_params or {}),
+        options=_checked_options(options),
     )
+
+
+def _guidance(
+    request: ImageGenerationRequest | VideoRequest, served: ServedModel
+) -> tuple[float | None, dict[str, Any]]:
+    """Return the guidance scale and the model's options.
+
+    `true_cfg_scale` is an option of pipelines that have an argument of that name. Elsewhere it is another name of
+    `guidance_scale`; next to that, 1 (no guidance) is taken, because vLLM-Omni's nodes always send both.
+    """
+    scale, true_scale = request.guidance_scale, request.true_cfg_scale
+    options = dict(request.extra_params or {})
+    if true_scale is not None and served.capabilities.true_cfg_scale:
+        if options.setdefault("true_cfg_scale", true_scale) != true_scale:
+            raise invalid("true_cfg_scale and extra_params.true_cfg_scale differ: send one", "true_cfg_scale")
+    elif true_scale is not None and scale is None:
+        fixed = served.capabilities.guidance_scale is None and true_scale == 1
+        scale = None if fixed else true_scale
+    elif true_scale not in (None, 1, scale):
+        raise invalid("this model has one guidance scale: send guidance_scale alone", "true_cfg_scale")
+    if scale is not None and served.capabilities.guidance_scale is None:
+        name = "true_cfg_scale" if request.guidance_scale is None else "guidance_scale"
+        raise unsupported(served, f"change its {name}", name)
+    return served.capabilities.guidance_scale if scale is None else scale, options
 
 
 def _size(text: str | None, sizes: Sizes, automatic: tuple[int, int]) -> tuple[int, int]:

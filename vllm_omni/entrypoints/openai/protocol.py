@@ -6,9 +6,10 @@ served model's capabilities are `plan.py`'s. Held by tests/entrypoints/openai/te
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,9 +23,9 @@ from pydantic_core import PydanticCustomError
 
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 from vllm_omni.entrypoints.timed_prompts import JSON_SCHEMA, MAX_PROMPTS, TimedPrompt
+from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 MAX_PROMPT_CHARS = 16384
-MAX_SEED = 2**63 - 65
 
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,3}x[1-9][0-9]{0,3})$")]
@@ -62,12 +63,23 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class LoraChoice(BaseModel):
-    """A LoRA adapter by the name that the server gave it; scale: its strength."""
+    """A LoRA adapter by the name that the server gave it; scale: its strength.
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    vLLM-Omni's clients have the other names, and send an `int_id` that means nothing here.
+    """
 
-    name: str = Field(min_length=1, max_length=256)
-    scale: Number = Field(1.0, ge=-100, le=100)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+    name: str = Field(
+        min_length=1, max_length=256, validation_alias=AliasChoices("name", "lora_name", "adapter", "adapter_name")
+    )
+    scale: Number = Field(1.0, ge=-100, le=100, validation_alias=AliasChoices("scale", "lora_scale"))
+    int_id: Any = Field(None, validation_alias=AliasChoices("int_id", "lora_int_id"))
+
+
+def _as_list(value: Any) -> Any:
+    """One adapter alone may be an object."""
+    return [value] if isinstance(value, dict) else value
 
 
 _LoraChoice = Annotated[
@@ -92,19 +104,41 @@ class _Request(BaseModel):
     prompt: Prompt
     model: str | None = Field(None, max_length=1024, description="The served model's name; optional.")
     size: Size | None = Field(None, description="`WIDTHxHEIGHT` in pixels, or `auto`.")
+    width: Integer | None = Field(None, ge=1, le=9999, description="Extension. With `height`, instead of `size`.")
+    height: Integer | None = Field(None, ge=1, le=9999, description="Extension. With `width`, instead of `size`.")
     user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     # extensions
-    seed: Integer | None = Field(None, ge=0, le=MAX_SEED, description="Extension. Drawn at random if absent.")
+    seed: Integer | None = Field(
+        None, ge=RANDOM_SEED, le=MAX_SEED, description="Extension. Drawn at random if absent or -1."
+    )
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
     num_inference_steps: Integer | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
     guidance_scale: Number | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")
-    lora: list[_LoraChoice] | None = Field(
+    true_cfg_scale: Number | None = Field(
+        None, ge=0, le=100, description="Extension. As `guidance_scale`, of models that have both."
+    )
+    vae_use_slicing: Boolean | None = Field(None, description="Accepted, not used.")
+    vae_use_tiling: Boolean | None = Field(None, description="Accepted, not used.")
+    lora: Annotated[list[_LoraChoice], BeforeValidator(_as_list)] | None = Field(
         None, max_length=16, description="Extension. LoRA adapters, several at once: `[{name, scale}]`."
     )
     extra_params: dict[str, Any] | None = Field(
         None, description="Extension. Options of the served model itself; it checks names and values."
     )
+
+    @property
+    def wanted_size(self) -> str | None:
+        """`WIDTHxHEIGHT`, "auto", or None, from `size` or from `width` and `height`. Raises `ApiError` 400."""
+        if self.width is None and self.height is None:
+            return self.size
+        if self.width is None or self.height is None:
+            missing = "width" if self.width is None else "height"
+            raise invalid(f"width and height go together, or send size: {missing} is missing", missing)
+        size = f"{self.width}x{self.height}"
+        if self.size not in (None, "auto", size):
+            raise invalid(f"size {self.size} and width x height {size} differ: send one of the two", "size")
+        return size
 
 
 class ImageGenerationRequest(_Request):
@@ -134,6 +168,7 @@ class VideoRequest(_Request):
         None, description="Length of the video, as text or number; the nearest length the model can make."
     )
     # extensions
+    n: Integer | None = Field(None, ge=1, le=1, description="Accepted: a request makes one video.")
     num_frames: Integer | None = Field(None, ge=1, le=10_000, description="Extension. Instead of `seconds`.")
     fps: Number | None = Field(None, gt=0, le=240, description="Extension. Frames per second of the video.")
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
@@ -244,11 +279,47 @@ def _as_api_error(cls: type[BaseModel], error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"])[:200] or None
     if first["type"] == "extra_forbidden":
-        allowed = ", ".join(cls.model_fields)
-        return invalid(f"Unknown parameter: {param!r}; allowed: {allowed}", param, "unknown_parameter")
+        return invalid(f"Unknown parameter: {param!r}; {_remedy(cls, first['loc'])}", param, "unknown_parameter")
     if first["type"] == "missing":
         return invalid(f"Missing required parameter: {param!r}", param, "missing_required_parameter")
     return invalid(f"Invalid value for {param!r}: {first['msg']}; got {_shown(first['input'])}", param)
+
+
+_OTHER_NAMES: Final = {
+    "steps": "num_inference_steps",
+    "num_steps": "num_inference_steps",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
+    "guidance": "guidance_scale",
+    "num_images": "n",
+    "num_images_per_prompt": "n",
+    "num_outputs_per_prompt": "n",
+    "duration": "seconds",
+    "frames": "num_frames",
+    "video_length": "num_frames",
+    "frame_rate": "fps",
+    "image": "input_reference",
+    "image_url": "input_reference",
+    "image_reference": "input_reference",
+    "first_frame": "input_reference",
+    "video_params": "width, height, num_frames and fps",
+    "loras": "lora",
+    "extra_args": "extra_params",
+}
+"""Fields of other servers and this server's fields for the same."""
+
+
+def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """Name the field to send instead of an unknown one, or the allowed fields."""
+    name = str(location[-1])
+    if location[0] == "lora":
+        if "path" in name:
+            return "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, then send its name"
+        return "allowed: name, scale"
+    other = _OTHER_NAMES.get(name, "")
+    if other and (other not in _Request.model_fields or other in cls.model_fields):
+        return f"it is {other} here"
+    return f"allowed: {', '.join(cls.model_fields)}; options of the model itself go into extra_params"
 
 
 def _shown(value: Any) -> str:

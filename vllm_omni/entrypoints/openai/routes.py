@@ -44,7 +44,7 @@ Route = Callable[..., Awaitable[Response]]
 _BINARY: Final = {"type": "string", "contentMediaType": "application/octet-stream"}
 _REFERENCE: Final = {
     "type": "object",
-    "properties": {"image_url": {"type": "string", "description": "A data: URL of a PNG, JPEG or WebP."}},
+    "properties": {"image_url": {"type": "string", "description": "A data: URL of a PNG, JPEG, WebP or GIF."}},
     "required": ["image_url"],
     "additionalProperties": False,
 }

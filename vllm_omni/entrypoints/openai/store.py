@@ -10,7 +10,9 @@ Blocking file operations of a few hundred bytes to some MB: call off the event l
 Held by tests/entrypoints/openai/test_store.py.
 """
 
+import base64
 import contextlib
+import hashlib
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -29,6 +31,7 @@ import msgspec
 
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.owner_lock import hold_lock, is_locked
+from vllm_omni.entrypoints.realtime.connection import ANONYMOUS
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -42,7 +45,10 @@ _SUFFIXES: Final = ("json", "mp4", "webp", "jpg", "png", "jpeg", "ending")
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
-    """A video job as it is kept. created_s: Unix time with fraction, orders lists. file_bytes: of all its files."""
+    """A video job as it is kept. created_s: Unix time with fraction, orders lists. file_bytes: of all its files.
+
+    principal: the client that made it (`access.owner_of`); for all others there is no such job.
+    """
 
     id: str
     owner: str
@@ -61,6 +67,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     error: dict[str, str] | None = None
     inference_time_s: float | None = None
     file_bytes: int = 0
+    principal: str = ANONYMOUS
 
     @property
     def is_terminal(self) -> bool:
@@ -121,15 +128,16 @@ class MediaStore:
         for part in self.root.glob("*.part"):
             owner = part.name.split(".")[-2]
             if owner != self.owner and not is_locked(self.root / f"{owner}.owner"):
-                part.unlink(missing_ok=True)
+                _remove(part)
         for path in self.root.glob("*.owner"):
             if not is_locked(path):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
-    def read(self, media_id: str) -> JobRecord | None:
-        """The record as every process may show it; None if there is none, or it is being deleted."""
+    def read(self, media_id: str, principal: str = ANONYMOUS) -> JobRecord | None:
+        """The record as every process may show it; None if this client has none, or it is being deleted."""
         record = self._load(media_id)
-        return None if record is None or self.asked_to_end(media_id) == "delete" else record
+        is_hidden = record is None or record.principal != principal or self.asked_to_end(media_id) == "delete"
+        return None if is_hidden else record
 
     def _load(self, media_id: str) -> JobRecord | None:
         if not _ID.match(media_id):
@@ -149,9 +157,10 @@ class MediaStore:
             self.write_when_possible(record)
         return record
 
-    def records(self) -> list[JobRecord]:
-        """All records, oldest first."""
-        found = [record for path in self.root.glob("video_*.json") if (record := self.read(path.stem)) is not None]
+    def records(self, principal: str = ANONYMOUS) -> list[JobRecord]:
+        """All records of this client, oldest first."""
+        paths = self.root.glob("video_*.json")
+        found = [record for path in paths if (record := self.read(path.stem, principal)) is not None]
         return sorted(found, key=lambda record: (record.created_s, record.id))
 
     def delete(self, media_id: str) -> None:
@@ -159,6 +168,12 @@ class MediaStore:
         self._unwritten.pop(media_id, None)
         for suffix in _SUFFIXES:
             self.path(media_id, suffix).unlink(missing_ok=True)
+
+    def _delete_if_possible(self, media_id: str) -> None:
+        try:
+            self.delete(media_id)
+        except OSError as error:
+            logger.warning("%s of %s cannot be removed: %s", media_id, self.root, error.strerror)
 
     def _is_alive(self, owner: str) -> bool:
         """Whether the process that made a job still runs."""
@@ -179,19 +194,19 @@ class MediaStore:
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def add_file(self, data: bytes, suffix: str) -> str:
-        """Keep a file under a new unguessable id, until it expires; returns the id."""
+    def add_file(self, data: bytes, suffix: str, principal: str = ANONYMOUS) -> str:
+        """Keep a client's file under a new unguessable id, until it expires; returns the id."""
         self.prune()
         media_id = self.new_id("file")
-        self._put(media_id, suffix, data)
+        self._put(_stored_id(media_id, principal), suffix, data)
         return media_id
 
-    def find_file(self, media_id: str) -> Path | None:
-        """The file kept by `add_file`; None if the id is unknown or has expired."""
+    def find_file(self, media_id: str, principal: str = ANONYMOUS) -> Path | None:
+        """The file kept by `add_file`; None if this client has no file of that id, or it has expired."""
         if not _ID.match(media_id) or not media_id.startswith("file_"):
             return None
         for suffix in ("png", "jpeg", "webp"):
-            path = self.path(media_id, suffix)
+            path = self.path(_stored_id(media_id, principal), suffix)
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime + self._limits.media_ttl_s > time.time():
                     return path
@@ -216,7 +231,7 @@ class MediaStore:
                 continue
             expired = record.expires_s is not None and record.expires_s <= now
             if expired or self.asked_to_end(record.id) == "delete":
-                self.delete(record.id)
+                self._delete_if_possible(record.id)
             else:
                 kept.append((record.created_s, record.id, record.file_bytes))
         for path in self.root.glob("file_*"):
@@ -232,9 +247,23 @@ class MediaStore:
         for _, media_id, size in kept:
             is_job = media_id.startswith("video_")
             if excess_bytes > 0 or (is_job and excess_jobs > 0):
-                self.delete(media_id)
+                self._delete_if_possible(media_id)
                 excess_bytes -= size
                 excess_jobs -= is_job
+
+
+def _stored_id(media_id: str, principal: str) -> str:
+    """The name on the disk of a client's file: of its id and its client, so that no other client finds it."""
+    digest = hashlib.blake2b(f"{principal}/{media_id}".encode(), digest_size=16).digest()
+    return f"file_{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of the directory; an entry that cannot be removed is logged and stays."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 def _open_directory(configured: str) -> Path:

@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.responses import Response
 
+from vllm_omni.entrypoints.access import owner_of
 from vllm_omni.entrypoints.openai.body import Body, read_body
 from vllm_omni.entrypoints.openai.clips import is_clip, read_clip
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, invalid, not_found
@@ -69,11 +70,11 @@ class VideoRoutes:
             if source is not None:
                 height, width = plan.sampling.height, plan.sampling.width
                 arrays["image"] = await self._off_loop(read_start_image, source, height, width, self._door_limits)
-        return _answer(await self._jobs.submit(plan, arrays))
+        return _answer(await self._jobs.submit(plan, arrays, owner_of(request)))
 
     @answer_errors
     async def retrieve(self, request: Request, video_id: str) -> Response:
-        return _answer(await self._known(video_id))
+        return _answer(await self._known(request, video_id))
 
     @answer_errors
     async def list_jobs(self, request: Request) -> Response:
@@ -83,7 +84,7 @@ class VideoRoutes:
             raise invalid(f"limit must be a whole number from 1 to {_MAX_LIST}", "limit")
         if order not in ("asc", "desc"):
             raise invalid("order must be 'asc' or 'desc'", "order")
-        records = await self._off_loop(self._jobs.store.records)
+        records = await self._off_loop(self._jobs.store.records, owner_of(request))
         if order == "desc":
             records.reverse()
         if after:
@@ -105,7 +106,7 @@ class VideoRoutes:
         variant = request.query_params.get("variant", "video")
         if variant not in _VARIANTS:
             raise invalid(f"variant must be one of {', '.join(_VARIANTS)}", "variant")
-        record = await self._known(video_id)
+        record = await self._known(request, video_id)
         if record.status == "failed":
             message = record.error["message"] if record.error else "the job failed"
             raise ApiError(422, f"Video generation failed: {message}", code="video_failed")
@@ -121,19 +122,20 @@ class VideoRoutes:
 
     @answer_errors
     async def delete(self, request: Request, video_id: str) -> Response:
-        if await self._jobs.end(video_id, "delete") is None:
+        if await self._jobs.end(video_id, "delete", owner_of(request)) is None:
             raise _unknown()
         return JSONResponse(VideoDeleted(id=video_id).model_dump())
 
     @answer_errors
     async def cancel(self, request: Request, video_id: str) -> Response:
-        record = await self._jobs.end(video_id, "cancel")
+        record = await self._jobs.end(video_id, "cancel", owner_of(request))
         if record is None:
             raise _unknown()
         return _answer(record)
 
-    async def _known(self, video_id: str) -> JobRecord:
-        record = await self._off_loop(self._jobs.store.read, video_id)
+    async def _known(self, request: Request, video_id: str) -> JobRecord:
+        """The job, if the client that asks has made it. Raises `ApiError` 404."""
+        record = await self._off_loop(self._jobs.store.read, video_id, owner_of(request))
         if record is None:
             raise _unknown()
         return record

@@ -15,8 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final
-from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
@@ -30,6 +30,8 @@ from vllm_omni.entrypoints.token_bucket import TokenBucket
 logger = logging.getLogger("vllm." + __name__)
 
 ANONYMOUS: Final = "anonymous"
+
+_DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 _STRIKES: Final = 3
 _UNSENT_BYTES: Final = 64 * 1024  # the kernel takes this much beyond the bytes under way; more only hides a slow peer
@@ -255,14 +257,29 @@ def client_of(connection: HTTPConnection) -> str:
     return principal if principal != ANONYMOUS else f"address {address}"
 
 
-def origin_allowed(websocket: WebSocket, allowed: Collection[str]) -> bool:
-    """Whether a browser page of this origin may connect: the server's own host, or one of those listed ("*": any).
+def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
+    """Whether a browser page may use this server, by the request's `Origin` and `Host`.
 
-    Programs other than browsers send no Origin and are not affected: it is the browser user this protects.
+    Programs other than browsers send no `Origin` and are always allowed: the check protects a browser's user.
+
+    Args:
+        headers: Headers of an HTTP request or a WebSocket handshake.
+        allowed: Origins from `normalize_origin` that are allowed in addition to the server's own; "*" is any.
     """
-    origin = websocket.headers.get("origin")
-    if origin is None:
+    if (origin := headers.get("origin")) is None:
         return True
-    if "*" in allowed or origin.rstrip("/") in allowed:
+    origin = normalize_origin(origin)
+    if "*" in allowed or origin in allowed:
         return True
-    return bool(host := urlsplit(origin).netloc) and host == websocket.headers.get("host")
+    scheme, _, name = origin.partition("://")
+    return bool(name) and origin == normalize_origin(f"{scheme}://{headers.get('host', '')}")
+
+
+def normalize_origin(origin: str) -> str:
+    """Return `scheme://host[:port]` in lower case, without the scheme's default port and without a slash at the end.
+
+    `https://Worlds.example:443/` becomes `https://worlds.example`. "null" and "*" stay as they are.
+    """
+    scheme, separator, name = origin.rstrip("/").lower().partition("://")
+    name = name.removesuffix(_DEFAULT_PORTS.get(scheme, "")).removesuffix(":")
+    return f"{scheme}{separator}{name}"

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
-from vllm_omni.entrypoints.realtime.connection import origin_allowed
+from vllm_omni.entrypoints.realtime.connection import normalize_origin, origin_allowed
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 logger = logging.getLogger("vllm." + __name__)
@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self, limits: DoorLimits, origins: Iterable[str] = ()) -> None:
         self._limits = limits
-        self._origins = frozenset(origin.rstrip("/") for origin in origins)
+        self._origins = frozenset(map(normalize_origin, origins))
         self.num_connections = 0
         self.is_draining = False
         """The server is about to stop: nobody comes in any more."""
@@ -47,7 +47,7 @@ class Gate:
             self.num_connections -= 1
 
     def _refusal(self, websocket: WebSocket) -> Response | None:
-        if not origin_allowed(websocket, self._origins):
+        if not origin_allowed(websocket.headers, self._origins):
             logger.info(
                 "origin_refused origin=%.200r; pages of other origins may connect when --allowed-origins lists them",
                 websocket.headers.get("origin"),

@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.protocol import check_prompt, with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Loras
+from vllm_omni.seeds import AskedSeed, check_seed
 from vllm_omni.worlds.start_pose import StartPose
 
 EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions", "world_poses")
@@ -49,7 +50,7 @@ EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
 class Init(msgspec.Struct, frozen=True, kw_only=True):
     """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, causal window).
 
-    size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG or WebP bytes, or a `data:` URL.
+    size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG, WebP or GIF bytes, or a `data:` URL.
     prompts: extension; prompts that follow `prompt`, each from its second or chunk on; a prompt event comes in between.
     num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
     jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded. lora: LoRA adapters,
@@ -65,7 +66,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 42
+    seed: AskedSeed = 42
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
     guidance_scale: Number | None = None
     negative_prompt: str | None = None
@@ -80,6 +81,9 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     lora: Loras | None = None
     start_pose: StartPose | None = None
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     @property
     def granted(self) -> tuple[str, ...]:

@@ -11,20 +11,23 @@ import warnings
 from typing import Any, Final
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.multimodal import rgb_image
 
-_FORMATS: Final = ("PNG", "JPEG", "WEBP")
-_ALLOWED: Final = "send PNG, JPEG or WebP bytes, a data: URL of one, or a uint8 array [H, W, 3]"
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+"""Pillow's names of the formats that clients may send."""
+_ALLOWED: Final = "send PNG, JPEG, WebP or GIF bytes, a data: URL of one, or a uint8 array [H, W, 3]"
 
 
 def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.ndarray:
     """Return the picture as a new uint8 RGB array `[height, width, 3]`, stretched to that size (bicubic).
 
-    source: encoded file as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]` (alpha is dropped).
-    Stretching, not cropping, is what intrinsics scaled by width and height assume.
+    source: encoded file as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`. Transparent parts
+    become white; of an animation the first frame is taken.
+    Intrinsics that are scaled by width and height assume stretching, not cropping.
     Raises `DoorError` `invalid_image` or `image_too_large`. Runs for some 10 ms: call it off the event loop.
     """
     picture = read_picture(source, limits)
@@ -34,7 +37,7 @@ def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.n
 
 
 def read_picture(source: Any, limits: DoorLimits) -> Image.Image:
-    """Return the picture in its own size, RGB, EXIF rotation applied; otherwise as `load_image`."""
+    """Return the image in its own size, as `rgb_image` makes it; otherwise as `load_image`."""
     if isinstance(source, str):
         source = _data_url(source, limits)
     return _from_array(source, limits) if isinstance(source, np.ndarray) else _from_file(source, limits)
@@ -48,7 +51,7 @@ def _from_array(array: np.ndarray, limits: DoorLimits) -> Image.Image:
             param="image",
         )
     _check_pixels(array.shape[1], array.shape[0], limits)
-    return Image.fromarray(np.ascontiguousarray(array[:, :, :3]))
+    return rgb_image(Image.fromarray(np.ascontiguousarray(array)))
 
 
 def _from_file(data: Any, limits: DoorLimits) -> Image.Image:
@@ -58,21 +61,15 @@ def _from_file(data: Any, limits: DoorLimits) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower and an error
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as picture:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
                 _check_pixels(picture.width, picture.height, limits)
-                return _as_rgb(ImageOps.exif_transpose(picture))
+                return rgb_image(picture)
     except DoorError:
         raise
     except Image.DecompressionBombError:  # Pillow's limit, before ours could be looked at
         raise DoorError("image_too_large", "the image has far too many pixels", param="image") from None
     except Exception:  # Pillow's parsers raise a dozen types; their texts hold addresses and file names
         raise DoorError("invalid_image", f"the image cannot be read; {_ALLOWED}", param="image") from None
-
-
-def _as_rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode.startswith("I"):  # 16-bit grey: Pillow would clip to 255 instead of scaling
-        picture = Image.fromarray((np.asarray(picture).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    return picture.convert("RGB")
 
 
 def _data_url(text: str, limits: DoorLimits) -> bytes:

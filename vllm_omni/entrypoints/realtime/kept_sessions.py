@@ -11,12 +11,13 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from vllm_omni.entrypoints.owner_lock import is_alive
+from vllm_omni.entrypoints.owner_lock import is_alive, open_regular
 from vllm_omni.entrypoints.realtime.session_host import SessionKey
 
 logger = logging.getLogger("vllm." + __name__)
@@ -55,12 +56,17 @@ class KeptSessions:
             digest, _, owner = path.name.removesuffix(SUFFIX).partition(".")
             if owner and is_alive(self.folder, owner):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # another server that starts now may be faster
-                found = path.stat().st_mtime, path
+            try:
+                with open_regular(path) as file:
+                    found = os.fstat(file.fileno()).st_mtime, path
                 older = min(found, newest.get(digest, found))
                 newest[digest] = max(found, newest.get(digest, found))
                 if older != newest[digest]:
                     older[1].unlink()
+            except FileNotFoundError:  # another server that starts now may be faster
+                continue
+            except OSError as error:
+                logger.warning("%s is not taken over: %s", path, error)
         return [path for _, path in sorted(newest.values())]
 
     def sweep(self, dead: set[str]) -> None:
@@ -80,16 +86,19 @@ class KeptSessions:
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Hold a kept file against other API server processes; whoever dies meanwhile leaves it to the next server."""
+    """Hold a kept file against other API server processes; whoever dies meanwhile leaves it to the next server.
+
+    Yields False for a file that is held, gone or cannot be opened.
+    """
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        file = open_regular(path)
+    except OSError:
         yield False
         return
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             yield False
             return
         yield path.exists()  # another process may have taken it over and removed it

@@ -24,8 +24,9 @@ from vllm_omni.entrypoints.realtime.protocol import check_prompt
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
-from vllm_omni.inputs import Seed, SessionId
+from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import Seed, check_seed
 from vllm_omni.sessions.snapshot import SnapshotHeader, check_table, read_header
 
 logger = logging.getLogger("vllm." + __name__)
@@ -37,7 +38,7 @@ _PAUSE_S: Final = 0.05
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Owner of a drained server's session. principal: a digest of its API key, or `anonymous`."""
 
-    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}$")]
+    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}\Z")]
     session_id: SessionId
     client: Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -124,8 +125,8 @@ class SessionMobility:
             if isinstance(prompt, str):
                 check_prompt(prompt, self.manager.limits, name="the snapshot's prompt")
             try:
-                msgspec.convert(seed, Seed | None)
-            except msgspec.ValidationError as error:
+                check_seed(msgspec.convert(seed, Seed | None))
+            except ValueError as error:
                 raise DoorError("invalid_request", f"the snapshot's seed: {error}", param="seed") from error
 
     async def take_over(self) -> int:
@@ -145,14 +146,17 @@ class SessionMobility:
                     owner = msgspec.convert(header.owner or {}, Owner)
                     key = (owner.principal, owner.session_id)
                     session = await self.restore(key, owner.client, path, "drain")
-                except (DoorError, RequestFailed, msgspec.ValidationError) as error:
+                except (DoorError, RequestFailed, OSError, msgspec.ValidationError) as error:
                     logger.warning("%s is not taken over: %s", path, error)
                     continue
-                if self.checkpoints is None:
-                    path.unlink()
-                else:
-                    self.checkpoints.adopt(session, path)
                 count += 1
+                try:
+                    if self.checkpoints is None:
+                        path.unlink()
+                    else:
+                        self.checkpoints.adopt(session, path)
+                except OSError as error:
+                    logger.warning("%s is taken over, but cannot be removed: %s", path, error)
         return count
 
     def sweep(self) -> None:

@@ -36,6 +36,7 @@ from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.inputs import Lora
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import chosen_seed
 from vllm_omni.worlds.movement import world_pose
 
 PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
@@ -256,7 +257,7 @@ class _Client(LiveClient):
             raise
 
     async def _start(self, start: protocol.Start) -> None:
-        facts = self.facts
+        facts, start = self.facts, msgspec.structs.replace(start, seed=chosen_seed(start.seed))
         if start.model is not None and start.model != facts.model:
             raise DoorError("invalid_request", f"Model mismatch: this server runs '{facts.model}'", param="model")
         size = (start.height or facts.height, start.width or facts.width)

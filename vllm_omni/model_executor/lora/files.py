@@ -12,18 +12,18 @@ Held by tests/model_executor/lora/test_adapter_files.py.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import safe_open
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import get_adapter_absolute_path
 
 from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json
+from vllm_omni.model_executor.tensor_files import TensorSource, UnmappedSource, confined, read_json
 
 Kind = Literal["down", "up", "alpha", "bias", "diff"]
 
@@ -34,11 +34,11 @@ _DIFFUSERS_SETTINGS = "lora_adapter_metadata"
 _KOHYA = "lora_unet_"
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "pipe.dit.", "dit.")
 _KINDS: tuple[tuple[str, Kind], ...] = (
-    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.bias$|\.diff_b$", "bias"),
-    (r"\.lora_(?:A|down)(?:\.[\w-]+)?\.weight$|\.lora\.down\.weight$", "down"),
-    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.weight$|\.lora\.up\.weight$", "up"),
-    (r"\.alpha$", "alpha"),
-    (r"\.diff(?:_m)?$", "diff"),
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.bias\Z|\.diff_b\Z", "bias"),
+    (r"\.lora_(?:A|down)(?:\.[\w-]+)?\.weight\Z|\.lora\.down\.weight\Z", "down"),
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.weight\Z|\.lora\.up\.weight\Z", "up"),
+    (r"\.alpha\Z", "alpha"),
+    (r"\.diff(?:_m)?\Z", "diff"),
 )
 """Ends of names. PEFT puts an adapter's own name before `.weight` in some versions."""
 
@@ -72,7 +72,7 @@ class Contents:
     """A file's names, read. matrices: (network, module) -> names; vectors: (network, tensor) -> name.
 
     strange: names of modules or networks that the model lacks, or that no adapter may change. unread: names of kinds
-    that are not LoRA's.
+    that are not LoRA's, of modules that the model has.
     """
 
     matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
@@ -92,14 +92,19 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
     config = where / _PEFT_CONFIG
     if where.is_dir() and config.is_file():
         helper = _helper(read_json(config), str(config))
-        return [AdapterFile(open_tensors(where / _PEFT_WEIGHTS), None, _scaling(helper))]
+        return [AdapterFile(_opened(where / _PEFT_WEIGHTS), None, _scaling(helper, str(config)))]
     paths = _files_in(where, targets) if where.is_dir() else [where]
     if paths[0].suffix != ".safetensors":
         raise AdapterError(f"{paths[0]} is no .safetensors file; convert it")
     return [
-        AdapterFile(open_tensors(file), _marked_network(file, targets), _stored_scaling(file, targets))
-        for file in paths
+        AdapterFile(source, _marked_network(file, targets), _stored_scaling(source, targets))
+        for file, source in ((file, _opened(file)) for file in paths)
     ]
+
+
+def _opened(file: Path) -> UnmappedSource:
+    """Adapters are read while the server runs, when somebody may be writing a new version over one."""
+    return UnmappedSource.open(confined(file.parent, file.name))
 
 
 def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Contents:
@@ -110,7 +115,8 @@ def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Conte
         name, networks = _networks(stored, file.network, targets)
         found = next(((match, kind) for end, kind in _KINDS if (match := re.search(end, name))), None)
         if found is None:
-            contents.unread.append(stored)
+            is_here = any(_has_module(name, targets[network], kohya[network]) for network in networks)
+            (contents.unread if is_here else contents.strange).append(stored)
             continue
         match, kind = found
         module = name[: match.start()]
@@ -142,6 +148,15 @@ def _place(
         return False
     contents.vectors[network, tensor] = stored
     return True
+
+
+def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str]) -> bool:
+    """Whether a name begins with a module that an adapter may change."""
+    parts = name.split(".")
+    modules = [".".join(parts[:count]) for count in range(1, len(parts))]
+    return parts[0].removeprefix(_KOHYA) in flat_names or any(
+        target.matrix(target.module_named(module)) is not None for module in modules
+    )
 
 
 def _networks(stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]) -> tuple[str, list[str]]:
@@ -178,24 +193,23 @@ def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | N
     return next((network for network, one in targets.items() if one.file_mark and re.search(one.file_mark, name)), None)
 
 
-def _stored_scaling(file: Path, targets: Mapping[str, AdapterTarget]) -> Callable[[str], float] | None:
+def _stored_scaling(file: UnmappedSource, targets: Mapping[str, AdapterTarget]) -> Callable[[str], float] | None:
     """PEFT's settings that diffusers has kept in a file's metadata; None = there are none."""
-    with safe_open(file, framework="pt") as opened:
-        text = (opened.metadata() or {}).get(_DIFFUSERS_SETTINGS)
+    text = file.metadata.get(_DIFFUSERS_SETTINGS)
     if text is None:
         return None
     try:
         settings = json.loads(text)
         own = {key.split(".", 1)[1]: value for key, value in settings.items() if key.split(".", 1)[0] in targets}
     except (ValueError, AttributeError, IndexError) as error:
-        raise AdapterError(f"{file}: its metadata {_DIFFUSERS_SETTINGS!r} is no table of settings") from error
-    return _scaling(_helper(own, str(file))) if own else None
+        raise AdapterError(f"{file.where}: its metadata {_DIFFUSERS_SETTINGS!r} is no table of settings") from error
+    return _scaling(_helper(own, file.where), file.where) if own else None
 
 
 def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
     try:
         helper = PEFTHelper.from_dict({**settings, "target_modules": settings.get("target_modules") or []})
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # vLLM's reader raises whatever foreign settings make it raise
         raise AdapterError(f"{where}: its settings cannot be read ({error})") from error
     # Of `validate_legal`, the part that is not about the rank, which tensors tell.
     if problems := helper._validate_features():
@@ -203,5 +217,14 @@ def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
     return helper
 
 
-def _scaling(helper: PEFTHelper) -> Callable[[str], float]:
-    return lambda module: float(helper.get_rank_and_scaling(module)[1])
+def _scaling(helper: PEFTHelper, where: str) -> Callable[[str], float]:
+    def scaling(module: str) -> float:
+        try:
+            found = float(helper.get_rank_and_scaling(module)[1])
+        except Exception as error:  # as above: patterns are regular expressions of the file, numbers are anything
+            raise AdapterError(f"{where}: its settings of {module} cannot be read ({error})") from error
+        if not math.isfinite(found):
+            raise AdapterError(f"{where}: the strength of {module} (lora_alpha over r) is {found}, not a finite number")
+        return found
+
+    return scaling

@@ -33,7 +33,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     width x height; None = the deployment's. max_side: of either side. size_multiple: (width, height) must be multiples
     of it. pictures: sizes of pictures, where a model that also makes videos has others for them.
     num_inference_steps, guidance_scale: the model's defaults; None = fixed in the model, a client cannot choose.
-    negative_prompt: whether the model uses one.
+    true_cfg_scale: whether the model has an option of that name. negative_prompt: whether the model uses one.
     num_frames, fps: of a video when the client names none. frame_stride: a one-shot video has
     `1 + frame_stride * k` frames; a world may be cut after any frame.
     images_per_request: pictures the model makes in one engine request; a call that wants more becomes several.
@@ -52,6 +52,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_inference_steps: Positive | None = None
     max_num_inference_steps: Positive = 200
     guidance_scale: float | None = None
+    true_cfg_scale: bool = False
     negative_prompt: bool = False
     num_frames: Positive = 81
     max_num_frames: Positive = 9 + 12 * 40

@@ -87,11 +87,11 @@ _ENGINE: Rules = (
 )
 _RELEASED: Rules = (
     *_ENGINE,
-    (r"\.mlp\.(fc[12])\.weight$", r".dit_mlp.\1.weight"),
+    (r"\.mlp\.(fc[12])\.weight\Z", r".dit_mlp.\1.weight"),
     (r"^(denoise_step_emb|ctrl_emb)\.dit_mlp\.", r"\1.mlp."),
     (r"\.control\.", ".ctrl_mlpfusion."),
-    (r"\.attn_bias$", ".attn_cond_head.bias_in"),
-    (r"\.mlp_bias$", ".mlp_cond_head.bias_in"),
+    (r"\.attn_bias\Z", ".attn_cond_head.bias_in"),
+    (r"\.mlp_bias\Z", ".mlp_cond_head.bias_in"),
 )
 
 

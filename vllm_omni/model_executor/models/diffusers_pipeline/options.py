@@ -15,7 +15,7 @@ from vllm_omni.config import Positive, parse_options
 from vllm_omni.inputs import Pixels
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-AdapterName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+AdapterName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 
 
 class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

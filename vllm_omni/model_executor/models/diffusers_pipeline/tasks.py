@@ -98,6 +98,7 @@ def capabilities(class_name: str, options: DiffusersOptions, temporal_stride: in
         num_inference_steps=steps,
         max_num_inference_steps=options.max_num_inference_steps,
         guidance_scale=None if scale is None else float(scale),
+        true_cfg_scale="true_cfg_scale" in parameters,
         negative_prompt="negative_prompt" in parameters,
         num_frames=asked.num_frames or default_of(parameters, "num_frames") or _FALLBACK_FRAMES,
         max_num_frames=options.max_num_frames,

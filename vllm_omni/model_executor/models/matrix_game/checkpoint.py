@@ -41,7 +41,7 @@ LAYOUTS = ("original", "original_gta", "original_templerun", "diffusers", "diffu
 """The real layouts this file understands, by the names `make-tiny` takes."""
 
 _CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
-_MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight$")
+_MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight\Z")
 """A tensor that no other Wan transformer has."""
 
 RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)

@@ -54,9 +54,9 @@ TEXT_RULES: Rules = (
 CLIP_RULES: Rules = (
     (r"^vision_model\.", ""),
     (r"^visual\.", ""),
-    (r"^cls_embedding$", "embeddings.class_embedding"),
+    (r"^cls_embedding\Z", "embeddings.class_embedding"),
     (r"^patch_embedding\.", "embeddings.patch_embedding."),
-    (r"^pos_embedding$", "embeddings.position_embedding.weight"),
+    (r"^pos_embedding\Z", "embeddings.position_embedding.weight"),
     (r"^pre_norm\.", "pre_layrnorm."),
     (r"^post_norm\.", "post_layernorm."),
     (r"^transformer\.", "encoder.layers."),

@@ -62,8 +62,8 @@ RULES: Rules = (
     (r"\.dit_mlp\.", ".mlp."),
     (r"\.ctrl_mlpfusion\.(mlp\.)?", ".control."),
     (r"\.prompt_cross_attn\.", ".cross."),
-    (r"\.attn_cond_head\.bias_in$", ".attn_bias"),
-    (r"\.mlp_cond_head\.bias_in$", ".mlp_bias"),
+    (r"\.attn_cond_head\.bias_in\Z", ".attn_bias"),
+    (r"\.mlp_cond_head\.bias_in\Z", ".mlp_bias"),
     (r"\.attn_cond_head\.cond_proj\.", ".cond_proj."),
     *((rf"\.mlp_cond_head\.cond_proj\.{i}\.", f".cond_proj.{i + 3}.") for i in range(3)),
     (r"\.cond_head\.cond_proj\.", ".cond_proj."),
@@ -71,7 +71,7 @@ RULES: Rules = (
     (r"^blocks\.0\.cond_proj\.", "cond_proj."),
 )
 """Stored names -> the model's, where a tensor stays one tensor."""
-_UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb$")
+_UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb\Z")
 """Dropped unread: heads of another mode, and embeddings that only training reads."""
 
 
@@ -79,17 +79,17 @@ def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSourc
     """A stored network under the names of `transformer_shapes`. Raises ValueError for what cannot be told apart."""
     first, cells = config.d_model, math.prod(config.patch)
     changed: dict[str, Forms] = {
-        r"\.cond_head\.bias_in$": lambda name: {
+        r"\.cond_head\.bias_in\Z": lambda name: {
             name.replace("cond_head.bias_in", f"{half}_bias"): unchanged for half in ("attn", "mlp")
         },
-        r"\.control\.fc1\.weight$": lambda name: {
+        r"\.control\.fc1\.weight\Z": lambda name: {
             name.replace("fc1", "fc1_x"): lambda both: both[:, :first],
             name.replace("fc1", "fc1_c"): lambda both: both[:, first:],
         },
-        r"^unpatchify\.weight$": lambda name: {
+        r"^unpatchify\.weight\Z": lambda name: {
             name: lambda w: w.permute(1, 2, 3, 0).flatten(0, 2) if w.dim() == 4 else w
         },
-        r"^unpatchify\.bias$": lambda name: {
+        r"^unpatchify\.bias\Z": lambda name: {
             name: lambda b: b.repeat_interleave(cells) if len(b) == config.channels else b
         },
     }

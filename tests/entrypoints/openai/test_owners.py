@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos and image files belong to the API key that made them; the engine answers at once."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from helpers.instant_engine import InstantEngine
+from helpers.waits import wait_until
+from starlette.testclient import TestClient
+
+from vllm_omni.entrypoints.access import BrowserAccess
+from vllm_omni.entrypoints.openai.images import ImageRoutes
+from vllm_omni.entrypoints.openai.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.openai.store import MediaStore
+from vllm_omni.entrypoints.openai.videos import VideoRoutes
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.testing.null.image.family import CAPABILITIES
+
+ONE, TWO = {"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"}
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[object]:
+    """A function that makes a server of the image and video routes with these keys."""
+    limits, engine = MediaLimits(media_dir=str(tmp_path)), InstantEngine()
+    engine.is_world = False
+    model = ServedModel(("m",), CAPABILITIES, 160, 96, 256 * 256, 4)
+    with ThreadPoolExecutor(2) as executor:
+
+        def make(*keys: str) -> TestClient:
+            routes, store = OpenAIRoutes(), MediaStore(limits)
+            jobs = VideoJobs(engine, model, store, limits, executor)  # type: ignore[arg-type]
+            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), executor)  # type: ignore[arg-type]
+            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), executor)
+            app = FastAPI()
+            routes.attach(app)
+            BrowserAccess(keys, {}).attach(app)
+            return TestClient(app)
+
+        yield make
+
+
+def test_a_video_is_there_for_its_own_key_alone(serve: "type[TestClient]") -> None:
+    """Another key cannot list, read, download, cancel or delete it: for that key there is no such video."""
+    with serve("k1", "k2") as client:  # type: ignore[arg-type]
+        made = client.post("/v1/videos", json={"prompt": "a secret", "seconds": "1"}, headers=ONE).json()["id"]
+        path = f"/v1/videos/{made}"
+        wait_until(lambda: client.get(path, headers=ONE).json()["status"] == "completed", 30)
+        assert client.get("/v1/videos", headers=TWO).json()["data"] == []
+        assert (
+            client.get(path, headers=TWO).status_code == client.get(f"{path}/content", headers=TWO).status_code == 404
+        )
+        assert (
+            client.post(f"{path}/cancel", headers=TWO).status_code
+            == client.delete(path, headers=TWO).status_code
+            == 404
+        )
+        assert [job["id"] for job in client.get("/v1/videos", headers=ONE).json()["data"]] == [made]
+        assert client.get(f"{path}/content", headers=ONE).status_code == 200
+        assert client.delete(path, headers=ONE).status_code == 200
+
+
+@pytest.mark.parametrize(("keys", "status"), [(("k1", "k2"), 404), ((), 200)])
+def test_an_image_s_url_belongs_to_its_key(serve: "type[TestClient]", keys: tuple[str, ...], status: int) -> None:
+    """On a server without keys the URL works for everyone, whatever header a client's library sends."""
+    with serve(*keys) as client:  # type: ignore[arg-type]
+        asked = {"prompt": "a", "response_format": "url"}
+        url = client.post("/v1/images/generations", json=asked, headers=ONE).json()["data"][0]["url"]
+        assert client.get(url, headers=ONE).status_code == 200
+        assert client.get(url, headers=TWO).status_code == status

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requirements of a start on the machine: socket files, directories, optional packages.
+
+vLLM finds a fault in any of them after half a minute, with a traceback. Each check raises `CommandError` with one line
+that names the remedy, and imports nothing heavy. Held by tests/entrypoints/cli/test_start_checks.py.
+"""
+
+import importlib.util
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+SOCKET_DIRECTORY: Final = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the directory of its socket files; the system's directory for temporary files if unset."""
+
+_SOCKET_PATH_BYTES: Final = 107
+"""Longest path of a socket file on Linux (`sun_path` without its NUL)."""
+_SOCKET_NAME_BYTES: Final = 37
+"""vLLM's socket files: a slash and a UUID."""
+_OMNI_DIRECTORIES: Final = ("snapshot_dir", "record_dir", "drain_snapshot_dir")
+_MEDIA_DIRECTORY: Final = "VLLM_OMNI_MEDIA_DIR"
+_READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file")
+
+
+@dataclass(frozen=True)
+class _Optional:
+    """A package that one value of some flags needs.
+
+    Attributes:
+        flags: Names of the flag, its aliases included.
+        value: Value that needs the package.
+        module: The module that must be importable.
+        install: Arguments of `pip install`.
+        ar_only: Only language models take the value; the diffusion worker refuses it.
+    """
+
+    flags: tuple[str, ...]
+    value: str
+    module: str
+    install: str
+    ar_only: bool = True
+
+
+_RAY: Final = "'.[ray]' in the checkout"
+_OPTIONAL: Final = (
+    _Optional(("distributed-executor-backend",), "ray", "ray", _RAY, ar_only=False),
+    _Optional(("data-parallel-backend", "dpb"), "ray", "ray", _RAY, ar_only=False),
+    _Optional(("load-format",), "tensorizer", "tensorizer", "tensorizer"),
+    _Optional(("load-format",), "runai_streamer", "runai_model_streamer", "runai-model-streamer"),
+    _Optional(("load-format",), "runai_streamer_sharded", "runai_model_streamer", "runai-model-streamer"),
+    _Optional(("load-format",), "instanttensor", "instanttensor", "instanttensor"),
+    _Optional(("load-format",), "modelexpress", "modelexpress", "modelexpress"),
+    _Optional(("load-format", "quantization", "q"), "bitsandbytes", "bitsandbytes", "bitsandbytes"),
+    _Optional(("quantization", "q"), "torchao", "torchao", "torchao"),
+)
+
+
+def check_start(
+    flags: Mapping[str, str], omni: Mapping[str, Any], environ: Mapping[str, str], *, is_language_model: bool
+) -> None:
+    """Run all checks. Raises `CommandError`.
+
+    Args:
+        flags: Flags of `vllm serve` without dashes, with their values.
+        omni: The `omni` object of `--additional-config`.
+        environ: Environment variables.
+        is_language_model: Whether vLLM's own model runner serves, which takes all of vLLM's load formats.
+    """
+    if (trouble := socket_directory_trouble(environ)) is not None:
+        raise CommandError(trouble)
+    if "uds" in flags:
+        _check_socket_file(flags["uds"])
+    for name in _OMNI_DIRECTORIES:
+        if isinstance(omni.get(name), str):
+            _check_directory(f"omni.{name}", omni[name])
+    if environ.get(_MEDIA_DIRECTORY):
+        _check_directory(_MEDIA_DIRECTORY, environ[_MEDIA_DIRECTORY])
+    for name in _READ_FILES:
+        if name in flags and not os.access(flags[name], os.R_OK):
+            raise CommandError(f"--{name} {flags[name]} does not exist or cannot be read")
+    for row in _OPTIONAL:
+        if is_language_model or not row.ar_only:
+            _check_package(row, flags)
+
+
+def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
+    """One line when vLLM cannot make its socket files, with the remedy; None when it can."""
+    variable = SOCKET_DIRECTORY if environ.get(SOCKET_DIRECTORY) else "TMPDIR"
+    try:
+        directory = environ.get(SOCKET_DIRECTORY) or tempfile.gettempdir()
+    except FileNotFoundError:
+        return "there is no directory for temporary files: set TMPDIR to one that can be written to"
+    most = _SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES
+    if (length := len(os.fsencode(directory))) > most:
+        return (
+            f"{variable} {directory} has {length} bytes, and vLLM's socket files in it may have at most "
+            f"{_SOCKET_PATH_BYTES} with their names: set {SOCKET_DIRECTORY} to a directory of at most {most} bytes, "
+            f"for example {SOCKET_DIRECTORY}=/tmp"
+        )
+    if not os.path.isdir(directory):
+        return f"{variable} {directory} is not a directory: vLLM's socket files lie there, set it to another"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return f"{variable} {directory} cannot be written to: vLLM's socket files lie there, set it to another"
+    return None
+
+
+def _check_socket_file(path: str) -> None:
+    """vLLM's `--uds`."""
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+        raise CommandError(
+            f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has at most "
+            f"{_SOCKET_PATH_BYTES}: pass a shorter one"
+        )
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise CommandError(f"--uds {path}: {folder} is not a directory; create it or pass another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CommandError(f"--uds {path}: {folder} cannot be written to; pass another path")
+    if os.path.lexists(path):
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+        what = "a socket file, of a server that runs or has ended" if is_socket else "a file that is no socket"
+        raise CommandError(f"--uds {path} exists ({what}): remove it or pass another path")
+
+
+def _check_directory(name: str, path: str) -> None:
+    """A directory that the server writes to and creates where it is missing."""
+    existing = os.path.abspath(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise CommandError(f"{name} {path}: {existing} is not a directory; name another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CommandError(f"{name} {path}: {existing} cannot be written to; name another")
+
+
+def _check_package(row: _Optional, flags: Mapping[str, str]) -> None:
+    for flag in row.flags:
+        if flags.get(flag) == row.value and importlib.util.find_spec(row.module) is None:
+            raise CommandError(
+                f"{'-' if len(flag) == 1 or flag == 'dpb' else '--'}{flag} {row.value} needs the package "
+                f"{row.module}, which is not installed: pip install {row.install}, or drop the flag"
+            )

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/load_lora_adapter`: vLLM's own route, with 400 for an adapter that cannot be loaded.
+
+vLLM answers every failure to load with 500. An adapter that does not fit is the request's fault; a dead engine is not.
+Held by tests/entrypoints/openai/test_adapter_route.py and test_lora_served.py.
+"""
+
+from typing import Final
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+PATH: Final = "/v1/load_lora_adapter"
+
+
+def attach(app: FastAPI) -> None:
+    """Put a route over vLLM's; does nothing unless the server loads adapters at run time."""
+    stock = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == PATH), None)
+    if stock is None:
+        return
+    handler = stock.endpoint
+
+    async def load_lora_adapter(request: LoadLoRAAdapterRequest, raw_request: Request) -> Response:
+        """Load an adapter under a name."""
+        response: Response = await handler(request, raw_request)
+        if response.status_code != 500 or raw_request.app.state.engine_client.errored:
+            return response
+        body = msgspec.json.decode(response.body)
+        body["error"] |= {"type": "BadRequestError", "code": 400}
+        return JSONResponse(body, 400)
+
+    app.add_api_route(PATH, load_lora_adapter, methods=["POST"], dependencies=stock.dependencies, response_model=None)
