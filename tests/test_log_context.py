@@ -45,6 +45,24 @@ def test_ids_stand_at_the_end_of_a_text_records_first_line() -> None:
         assert formatter.format(record("one\ntwo %d", 2)) == "INFO one request_id=r session_id=s\ntwo 2"
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["/a\nINFO server: all is well", "a\r\x1b[2Kb", "\x9b31m", "\u2028line", "lone \ud800", ValueError("bad\nname")],
+)
+def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> None:
+    """Control characters of an argument are escaped in every line of this package, as a path or a close's reason."""
+    formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
+    made = logging.LogRecord("vllm.vllm_omni.x", logging.INFO, __file__, 1, "path=%s of %d", (text, 3), None)
+    line = formatter.format(made)
+    assert line.isprintable() and line.endswith(" of 3") and made.args == (text, 3)
+
+
+def test_lines_of_other_packages_may_be_several() -> None:
+    """A table that vLLM logs keeps its lines; what moves a cursor is escaped there, too."""
+    formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
+    assert formatter.format(record("%s", "a\tb\nc\x1b[2K")) == "INFO a\tb\nc\\x1b[2K"
+
+
 def test_json_lines_have_ids_as_fields_and_leave_unknown_ones_out() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter("%(message)s"))

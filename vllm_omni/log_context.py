@@ -10,11 +10,13 @@ user's logging configuration names `ContextFilter` before vLLM is up. Held by te
 
 import contextlib
 import contextvars
+import copy
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 NAMES: Final = ("request_id", "session_id")
+_OWN_LOGGERS: Final = "vllm.vllm_omni"
 _ids: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("omni_log_ids", default={})  # noqa: B039
 """Those that are known, in the order of `NAMES`; never changed in place."""
 
@@ -64,14 +66,40 @@ class ContextFilter(logging.Filter):
 
 
 class ContextFormatter(logging.Formatter):
-    """Another formatter's text with ` request_id=... session_id=...` at the end of its first line."""
+    """Another formatter's text with ` request_id=... session_id=...` at the end of its first line.
+
+    Control characters in a record's arguments are escaped, since arguments may be text of clients: paths, reasons of
+    a close, names. A newline there would start a line that looks like one of the server's own.
+    """
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()
         self.inner = inner
 
     def format(self, record: logging.LogRecord) -> str:
-        text = self.inner.format(record)
+        text = self.inner.format(_escaped(record))
         ids = "".join(f" {name}={value}" for name, value in current().items())
         first, newline, rest = text.partition("\n")
         return f"{first}{ids}{newline}{rest}"
+
+
+def _escaped(record: logging.LogRecord) -> logging.LogRecord:
+    """The record without control characters in its arguments. Other packages may log several lines."""
+    allowed = "" if record.name.startswith(_OWN_LOGGERS) else "\n\t"
+    if isinstance(record.args, tuple):
+        args: Any = tuple(_printable(value, allowed) for value in record.args)
+    elif isinstance(record.args, Mapping):
+        args = {name: _printable(value, allowed) for name, value in record.args.items()}
+    else:
+        return record
+    escaped = copy.copy(record)
+    escaped.args = args
+    return escaped
+
+
+def _printable(value: object, allowed: str) -> object:
+    if not isinstance(value, str | BaseException) or (text := str(value)).isprintable():
+        return value
+    return "".join(
+        one if one.isprintable() or one in allowed else one.encode("unicode_escape").decode("ascii") for one in text
+    )

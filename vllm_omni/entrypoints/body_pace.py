@@ -106,7 +106,7 @@ class _PacedRequest:
 
     async def _refuse(self) -> None:
         self._is_over = True
-        logger.info("http_body_too_slow path=%s", self._scope["path"])
+        logger.info("http_body_too_slow path=%.200r", self._scope["path"])
         if self._has_answer:
             return
         limits = self._limits

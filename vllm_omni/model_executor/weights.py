@@ -81,5 +81,6 @@ def shapes_of(module: nn.Module) -> dict[str, Shape]:
 
 
 def some(names: Sequence[str]) -> str:
-    """How many names there are, and the first three."""
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    """How many names there are, and the first three; a file's names may hold anything, and errors are one line."""
+    shown = ", ".join(name if name.isprintable() else repr(name) for name in names[:3])
+    return f"{len(names)} ({shown}{', ...' if len(names) > 3 else ''})"

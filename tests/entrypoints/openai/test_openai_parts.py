@@ -21,8 +21,10 @@ from starlette.requests import Request
 
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
 from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.entrypoints.openai import clips
 from vllm_omni.entrypoints.openai.body import Body, read_body
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.clips import is_clip, read_clip
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -283,6 +285,36 @@ def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, rea
     assert is_clip(url) and read_clip(url, 12.0, most, "messages").shape == (read, 64, 96, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "bound"), [("_MAX_FRAMES", 29), ("_MAX_PIXELS", 30 * 64 * 96 - 1), ("_MAX_FRAME_PIXELS", 64 * 96 - 1)]
+)
+def test_a_clip_that_is_too_large_is_refused_before_it_is_decoded(
+    name: str, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its frames, their pixels and both together, which the file's packets and header tell."""
+    monkeypatch.setattr(clips, name, bound)
+    monkeypatch.setattr(clips, "as_displayed", None)
+    with pytest.raises(ApiError, match="the clip is too large") as refused:
+        read_clip(clip(30, 30), 12.0, 72, "messages")
+    assert refused.value.code == "video_too_large"
+
+
+@pytest.mark.parametrize(("name", "bound"), [("_MAX_FRAMES", 20), ("_MAX_PIXELS", 20 * 64 * 96)])
+def test_a_clip_of_more_frames_than_its_packets_tell_is_refused_while_it_is_decoded(
+    name: str, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clips, name, bound)
+    monkeypatch.setattr(clips, "_measure", lambda *_: (10, 1.0))
+    with pytest.raises(ApiError, match="the clip is too large"):
+        read_clip(clip(30, 30), 12.0, 72, "messages")
+
+
+def test_a_clip_is_decoded_only_while_its_client_is_there() -> None:
+    calls = iter([False] * 40)
+    with pytest.raises(clips.ClientLeftError):
+        read_clip(clip(30, 30), 12.0, 72, "messages", lambda: next(calls, True))
+
+
 def test_an_upright_clip_of_a_phone_is_read_upright() -> None:
     """It is stored lying, with a matrix that says how to rotate it."""
     data = bytearray(clip(9, 12))
@@ -334,7 +366,7 @@ def test_a_client_that_leaves_a_whole_answer_ends_it() -> None:
         engine.release = asyncio.Event()  # never set: the answer would take for ever
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
         with ThreadPoolExecutor(1) as executor:
-            routes = ChatRoutes(engine, served, MediaLimits(), LIMITS, executor)
+            routes = ChatRoutes(engine, served, MediaLimits(), LIMITS, ClientThreads(executor))
             await asyncio.wait([asyncio.create_task(routes.completions(Request(scope, receive)))], timeout=seconds(20))
 
     engine = InstantEngine()

@@ -29,6 +29,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -85,8 +86,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         async def start(app: FastAPI) -> AsyncIterator[None]:
             store = MediaStore(limits)
             jobs = VideoJobs(engine, model, store, limits, executor)
-            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), executor)
-            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), executor)
+            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), ClientThreads(executor))
+            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), ClientThreads(executor))
             yield
 
         app = FastAPI(lifespan=start)

@@ -12,6 +12,7 @@ from helpers.waits import wait_until
 from starlette.testclient import TestClient
 
 from vllm_omni.entrypoints.access import BrowserAccess
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -36,8 +37,8 @@ def serve(tmp_path: Path) -> Iterator[object]:
         def make(*keys: str) -> TestClient:
             routes, store = OpenAIRoutes(), MediaStore(limits)
             jobs = VideoJobs(engine, model, store, limits, executor)  # type: ignore[arg-type]
-            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), executor)  # type: ignore[arg-type]
-            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), executor)
+            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), ClientThreads(executor))  # type: ignore[arg-type]
+            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), ClientThreads(executor))
             app = FastAPI()
             routes.attach(app)
             BrowserAccess(keys, {}).attach(app)

@@ -14,7 +14,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +32,7 @@ from vllm_omni.entrypoints.openai.chat_request import (
     read_chat,
     read_conversation,
 )
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.clips import read_clip
 from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, invalid, not_found
 from vllm_omni.entrypoints.openai.leaving import until_disconnected
@@ -65,10 +65,15 @@ class ChatRoutes:
     """The chat route of one API server process."""
 
     def __init__(
-        self, engine: OmniEngine, served: ServedModel, limits: MediaLimits, door_limits: DoorLimits, executor: Executor
+        self,
+        engine: OmniEngine,
+        served: ServedModel,
+        limits: MediaLimits,
+        door_limits: DoorLimits,
+        threads: ClientThreads,
     ) -> None:
         self._engine, self._served = engine, served
-        self._limits, self._door_limits, self._executor = limits, door_limits, executor
+        self._limits, self._door_limits, self._threads = limits, door_limits, threads
 
     @answer_errors
     async def completions(self, request: Request) -> Response:
@@ -76,7 +81,7 @@ class ChatRoutes:
         if not reads:
             raise invalid(f"{self._served.names[0]} does not answer in text", code="unsupported_by_model")
         body = await read_body(request, self._limits.max_body_bytes)
-        call = await self._read(read_chat(body.fields, self._served.names[0]))
+        call = await self._read(request, read_chat(body.fields, self._served.names[0]))
         kind = next(iter(call.arrays), None)
         if kind is not None and kind not in reads:
             raise invalid(f"{call.model} reads {' and '.join(reads)}, not {kind}", "messages", "unsupported_by_model")
@@ -86,7 +91,7 @@ class ChatRoutes:
 
     # -- the question --------------------------------------------------------------------------------------------------
 
-    async def _read(self, asked: ChatRequest) -> _Call:
+    async def _read(self, request: Request, asked: ChatRequest) -> _Call:
         """Check the messages and decode the picture or clip, off the event loop. Raises `ApiError` 400."""
         if asked.model is not None and asked.model not in self._served.names:
             raise not_found(
@@ -95,7 +100,7 @@ class ChatRoutes:
                 "model_not_found",
             )
         talk = read_conversation(asked.messages)
-        arrays = {} if talk.seen is None else await self._look(talk.seen)
+        arrays = {} if talk.seen is None else await self._look(request, talk.seen)
         options: dict[str, Any] = {**(asked.extra_params or {}), "modalities": ["text"]}
         if talk.seen is None:
             options["task"] = "t2t"
@@ -120,16 +125,13 @@ class ChatRoutes:
             created=int(time.time()),
         )
 
-    async def _look(self, part: ImagePart | VideoPart) -> dict[str, np.ndarray]:
-        loop = asyncio.get_running_loop()
+    async def _look(self, request: Request, part: ImagePart | VideoPart) -> dict[str, np.ndarray]:
         if isinstance(part, ImagePart):
             url = _inline(part.image_url.url)
-            read = loop.run_in_executor(self._executor, read_upload, url, "messages", self._door_limits)
-            return {"image": await read}
+            return {"image": await self._threads.image(request, read_upload, url, "messages", self._door_limits)}
         url, rate = _inline(part.video_url.url), self._served.capabilities.fps
         most = self._served.capabilities.read_frames
-        clip = await loop.run_in_executor(self._executor, read_clip, url, rate, most, "messages.content")
-        return {"video": clip}
+        return {"video": await self._threads.clip(request, read_clip, url, rate, most, "messages.content")}
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 

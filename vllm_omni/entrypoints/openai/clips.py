@@ -7,17 +7,23 @@ Held by tests/entrypoints/openai/test_openai_parts.py.
 import base64
 import binascii
 import io
+from collections.abc import Callable
 from typing import Any, Final
 
 import av
 import numpy as np
 
 from vllm_omni.entrypoints.media import as_displayed
-from vllm_omni.entrypoints.openai.errors import invalid
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 
 _MAX_CLIP_SECONDS: Final = 600.0
 _CLIP_SIDE: Final = 1024
 """Longest side in pixels that a clip's frames are sent to the engine with; models look at less."""
+
+_MAX_FRAMES: Final = 36_000
+_MAX_FRAME_PIXELS: Final = 4096 * 4096
+_MAX_PIXELS: Final = 1 << 32
+"""Of all frames of a clip, for example 69 s of 1920x1080 at 30 frames a second: some ten seconds of one core."""
 
 _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 """First boxes of MP4 and QuickTime files; older MOV files have no `ftyp`."""
@@ -32,23 +38,51 @@ def is_clip(source: Any) -> bool:
     )
 
 
-def read_clip(source: bytes | str, rate: float, most_frames: int, param: str) -> np.ndarray:
+class ClientLeftError(Exception):
+    """A clip's client has left: nobody waits for its frames."""
+
+
+def read_clip(
+    source: bytes | str,
+    rate: float,
+    most_frames: int,
+    param: str,
+    has_left: Callable[[], bool] = lambda: False,
+) -> np.ndarray:
     """Decode a video, a file or a `data:` URL: at most `rate` frames a second, `most_frames` of them, evenly spread.
 
-    Frames are as players show them (`as_displayed`). Returns uint8 [T, H, W, 3], T >= 1. Raises `ApiError` 400.
+    Frames are as players show them (`as_displayed`). The size of the work is bounded before anything is decoded.
+
+    Args:
+        has_left: Whether the client has left; asked for every frame.
+
+    Returns:
+        uint8 [T, H, W, 3], T >= 1.
+
+    Raises:
+        ApiError: 400, the file is no video, or too large a one.
+        ClientLeftError: `has_left` has become true.
     """
     try:
         data = base64.b64decode(source.partition(",")[2], validate=True) if isinstance(source, str) else source
     except binascii.Error:
         raise invalid("the video is not valid base64", param, "invalid_video") from None
     try:
-        count, seconds = _measure(data, param)
+        count, seconds = _measure(data, param, has_left)
         wanted = max(1, min(count, most_frames, round(rate * seconds)))
         chosen = set(np.linspace(0, count - 1, wanted).astype(int).tolist())
-        frames = []
+        frames, pixels_left = [], _MAX_PIXELS
         with av.open(io.BytesIO(data), mode="r") as container:
             stream = container.streams.video[0]
+            # Frames may be larger than the file says: FFmpeg refuses those. One clip, one core.
+            stream.codec_context.options = {"max_pixels": str(_MAX_FRAME_PIXELS)}
+            stream.codec_context.thread_count = 1
             for number, frame in enumerate(container.decode(stream)):
+                if has_left():
+                    raise ClientLeftError
+                pixels_left -= frame.width * frame.height
+                if pixels_left < 0 or number >= _MAX_FRAMES:
+                    raise _too_large(param)
                 if number in chosen:
                     frames.append(as_displayed(frame, stream, _CLIP_SIDE))
     except (av.FFmpegError, IndexError, ValueError) as error:
@@ -60,15 +94,30 @@ def read_clip(source: bytes | str, rate: float, most_frames: int, param: str) ->
     return np.stack(frames)
 
 
-def _measure(data: bytes, param: str) -> tuple[int, float]:
-    """Count a clip's frames by decoding it, and its seconds. Raises `ApiError` for a clip that is too long."""
+def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int, float]:
+    """Count a clip's frames by its packets, without decoding any, and its seconds. Raises `ApiError` and as above."""
     with av.open(io.BytesIO(data), mode="r") as container:
-        fps = float(container.streams.video[0].average_rate or 12)
+        stream = container.streams.video[0]
+        fps = float(stream.average_rate or 12)
+        pixels = max(1, stream.width * stream.height)
         count = 0
-        for _ in container.decode(video=0):
-            count += 1
+        for packet in container.demux(stream):
+            count += packet.size > 0
             if count > fps * _MAX_CLIP_SECONDS:
                 raise invalid(f"the clip is longer than {_MAX_CLIP_SECONDS:g} s", param, "video_too_long")
+            if count > _MAX_FRAMES or count * pixels > _MAX_PIXELS or pixels > _MAX_FRAME_PIXELS:
+                raise _too_large(param)
+            if has_left():
+                raise ClientLeftError
     if count == 0:
         raise invalid("the video holds no frames", param, "invalid_video")
     return count, count / fps
+
+
+def _too_large(param: str) -> ApiError:
+    return invalid(
+        f"the clip is too large: at most {_MAX_FRAMES} frames of {_MAX_FRAME_PIXELS} pixels, "
+        f"{_MAX_PIXELS} pixels in all its frames; send a shorter or smaller one",
+        param,
+        "video_too_large",
+    )

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator, Coroutine
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -22,6 +21,7 @@ from vllm_omni.entrypoints.access import owner_of
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.metrics import door_metrics, log_event
 from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, invalid, not_found
 from vllm_omni.entrypoints.openai.leaving import until_disconnected
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -76,10 +76,10 @@ class ImageRoutes:
         store: MediaStore,
         limits: MediaLimits,
         door_limits: DoorLimits,
-        executor: Executor,
+        threads: ClientThreads,
     ) -> None:
         self._engine, self._served, self._store = engine, served, store
-        self._limits, self._door_limits, self._executor = limits, door_limits, executor
+        self._limits, self._door_limits, self._threads = limits, door_limits, threads
         self._places = asyncio.Semaphore(served.max_sessions)
         self._num_calls = 0
 
@@ -110,7 +110,7 @@ class ImageRoutes:
         most = self._served.capabilities.input_images
         if not 1 <= len(sources) <= most:
             raise invalid(f"{len(sources)} images: this model takes 1 to {most}", "image")
-        arrays = await self._off_loop(self._read_inputs, sources, mask)
+        arrays = await self._threads.image(request, self._read_inputs, sources, mask)
         height, width = arrays["image"].shape[:2]
         plan = plan_pictures(asked, self._served, input_size=(width, height))
         return await self._answer(request, asked, plan, arrays, is_edit=True)
@@ -223,7 +223,7 @@ class ImageRoutes:
         return ImageData(b64_json=base64.b64encode(data).decode())
 
     async def _off_loop(self, function: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads.executor, function, *args)
 
 
 class _Accounting:

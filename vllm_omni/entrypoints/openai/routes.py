@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.environment import read_struct
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
 from vllm_omni.entrypoints.openai.chat_request import ChatRequest
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -93,9 +94,10 @@ class OpenAIRoutes:
         self.served = ServedModel.from_vllm_config(client.vllm_config, names)
         store = MediaStore(limits)
         jobs = VideoJobs(engine, self.served, store, limits, executor)
-        self._images = ImageRoutes(engine, self.served, store, limits, door_limits, executor)
-        self._videos = VideoRoutes(jobs, self.served, limits, door_limits, executor)
-        self._chat = ChatRoutes(engine, self.served, limits, door_limits, executor)
+        threads = ClientThreads(executor)
+        self._images = ImageRoutes(engine, self.served, store, limits, door_limits, threads)
+        self._videos = VideoRoutes(jobs, self.served, limits, door_limits, threads)
+        self._chat = ChatRoutes(engine, self.served, limits, door_limits, threads)
         self.has_room = lambda: not (jobs.is_full or self.images.is_full)
         self.media_bytes = store.nbytes
         self.stats_interval_s = limits.stats_interval_s

@@ -6,7 +6,6 @@ Held by tests/entrypoints/openai/test_openai_served.py.
 
 import asyncio
 import time
-from concurrent.futures import Executor
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from vllm_omni.entrypoints.access import owner_of
 from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.clips import is_clip, read_clip
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, invalid, not_found
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
@@ -47,10 +47,10 @@ class VideoRoutes:
     """The video routes of one API server process."""
 
     def __init__(
-        self, jobs: VideoJobs, served: ServedModel, limits: MediaLimits, door_limits: DoorLimits, executor: Executor
+        self, jobs: VideoJobs, served: ServedModel, limits: MediaLimits, door_limits: DoorLimits, threads: ClientThreads
     ) -> None:
         self._jobs, self._served = jobs, served
-        self._limits, self._door_limits, self._executor = limits, door_limits, executor
+        self._limits, self._door_limits, self._threads = limits, door_limits, threads
 
     @answer_errors
     async def create(self, request: Request) -> Response:
@@ -63,13 +63,15 @@ class VideoRoutes:
             check_video_edit(asked, self._served)
             facts = self._served.capabilities
             most = min(facts.read_frames, facts.max_num_frames)
-            arrays["video"] = await self._off_loop(read_clip, source, facts.fps, most, "input_reference")
+            arrays["video"] = await self._threads.clip(request, read_clip, source, facts.fps, most, "input_reference")
             plan = plan_video_edit(asked, self._served, len(arrays["video"]))
         else:
             plan = plan_video(asked, self._served, has_image=source is not None)
             if source is not None:
                 height, width = plan.sampling.height, plan.sampling.width
-                arrays["image"] = await self._off_loop(read_start_image, source, height, width, self._door_limits)
+                arrays["image"] = await self._threads.image(
+                    request, read_start_image, source, height, width, self._door_limits
+                )
         return _answer(await self._jobs.submit(plan, arrays, owner_of(request)))
 
     @answer_errors
@@ -141,7 +143,7 @@ class VideoRoutes:
         return record
 
     async def _off_loop(self, function: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads.executor, function, *args)
 
 
 def as_video(record: JobRecord) -> Video:

@@ -137,7 +137,7 @@ class Router:
                 backend.lost(error)
                 continue
             except aiohttp.ClientError as error:
-                logger.warning("%s %s failed on %s: %s", request.method, request.path, backend.name, error)
+                logger.warning("%s %.200r failed on %s: %s", request.method, request.path, backend.name, error)
                 return _unavailable("the server that worked on this request is gone; send it again", 502)
             if response is not None:
                 return response
