@@ -122,9 +122,10 @@ def test_a_name_that_exists_passes(name: str) -> None:
 
 @cache
 def flags() -> frozenset[str]:
-    """Of `vllm serve` with and without `--omni`, of `vllm-omni` and of this repository's scripts; pip's and Ray's."""
+    """Of `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip, Ray and Docker."""
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {"--extra-index-url", "--head", "--port", "--address", "--block", "--num-gpus", "--shm-size"}
+    found |= {"--rm", "--gpus"}
     found |= {"--" + name.strip("_").replace("_", "-") for name in ARGUMENTS}  # of every vLLM that is supported
     while parsers:
         for action in parsers.pop()._actions:

@@ -242,7 +242,7 @@ def check_tracing(flags: "ServeFlags") -> None:
             if importlib.util.find_spec(name) is None:
                 raise CommandError(
                     f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: "
-                    "pip install 'vllm-omni[otel]', or drop the flag"
+                    "pip install '.[otel]' in the checkout, or drop the flag"
                 )
 
 
