@@ -13,13 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command, download_list
 
 _GB = 10**9
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("download", help="fetch released weights from the Hugging Face hub")
-    parser.add_argument("model", help="model family, for example lingbot_world_fast")
+    parser = add_command(
+        subparsers,
+        "download",
+        "fetch released weights from the Hugging Face hub",
+        (
+            "Fetch the released weights of a model into one directory, ready to serve. An interrupted "
+            "download continues where it stopped. Hugging Face's own variables apply, for example "
+            "HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE."
+        ),
+        [
+            "vllm-omni download lingbot_world_v2_1_3b --dry-run",
+            "vllm-omni download waypoint /srv/models/waypoint",
+        ],
+    )
+    parser.add_argument("model", help=f"name of the weights: {download_list()}")
     parser.add_argument("out", type=Path, nargs="?", help="directory to write (default: the model's name)")
     parser.add_argument("--accept-license", action="store_true", help="accept the licence that the weights name")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be fetched")

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_omni.engine_arguments.check import asked_on_command_line, refusal_of
 from vllm_omni.engine_arguments.refusals import (
@@ -61,6 +61,15 @@ _PLUGIN_GROUPS = (
 )
 
 
+HELP: Final = """\
+vllm_omni: `vllm serve DIR --omni` and `vllm-omni serve DIR` serve a checkpoint directory of this package's models.
+They detect its family, refuse combinations that cannot work, and print the plain command. For example:
+  vllm-omni make-world my_world
+  vllm serve my_world --omni
+Every flag of `vllm serve` is taken; options of this package go into --additional-config. vLLM's own help follows.
+"""
+
+
 def run(argv: list[str]) -> int:
     """Serve with the arguments behind `serve`, `--omni` already removed."""
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
@@ -74,6 +83,7 @@ def run(argv: list[str]) -> int:
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))  # API server processes are started with it
         launch(planned.argv, planned.worker)
         return 0
+    print(HELP, flush=True)
     launch(argv, None)
     return 0
 

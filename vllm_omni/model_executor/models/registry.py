@@ -141,6 +141,11 @@ def family_names() -> list[str]:
     return list(_FAMILY_MODULES)
 
 
+def known_names() -> dict[str, str]:
+    """Name or alias -> the name of its family."""
+    return {name: name for name in _FAMILY_MODULES} | _ALIASES
+
+
 def get_family(name: str) -> ModelFamily:
     """Return a family by name or alias. Raises ValueError that lists the known ones."""
     name = _ALIASES.get(name, name)
