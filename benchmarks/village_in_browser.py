@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-_TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(_TESTS), str(_TESTS / "entrypoints" / "webui")]  # the driver of the browser, and its helpers
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # helpers of the browser's driver
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
 from browser import CHROMIUM, WHY_NOT, Page, running_browser
 from common import add_output_arguments, quantiles, save
 
