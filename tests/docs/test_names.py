@@ -15,6 +15,8 @@ from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.entrypoints.cli.serve import serve_parser
 
 ELSEWHERE = {
+    "HF_HOME": "an environment variable of huggingface_hub",
+    "HF_TOKEN": "an environment variable of huggingface_hub",
     "vae/config.json": "a file of a checkpoint",
     "FORWARDED_ALLOW_IPS": "an environment variable of uvicorn",
     "last_image": "an argument of diffusers' pipelines",

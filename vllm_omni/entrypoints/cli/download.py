@@ -8,7 +8,6 @@ files belong where, so that they can be brought by other means. Held by tests/en
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +79,10 @@ def _check_disk(out: Path, gigabytes: float) -> None:
 
 def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
     """Fetch matching files; files already there in full are kept. Raises CommandError when the hub says no."""
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from vllm_omni.model_executor.hub import fetch
 
     try:
-        snapshot_download(repo, allow_patterns=patterns, local_dir=folder)
-    except GatedRepoError as error:
-        raise CommandError(
-            f"{repo} is gated: accept its terms on https://huggingface.co/{repo}, then `hf auth login` and try again"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise CommandError(f"the hub has no repository {repo}, or your token may not read it") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        print(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr)
-        raise CommandError(
-            f"{repo} could not be fetched. Run the same command again to resume, or bring the files listed above from "
-            f"another machine into {folder}"
-        ) from error
+        fetch(repo, patterns, local_dir=folder)
+    except ValueError as error:
+        advice = "Run the same command again to resume, or bring the files listed above from another machine into"
+        raise CommandError(f"{error}. {advice} {folder}") from error

@@ -109,7 +109,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     environ: the variables now. plugins: names of the installed plugins that vLLM would load by default. on_cpu: whether
     vLLM is a CPU build. Raises CommandError with one line.
     """
-    flags = ServeFlags.scan(argv)
+    flags, argv = _from_hub(ServeFlags.scan(argv), argv)
     family = check(flags)
     argv = _with_one_additional_config(argv, flags)
     served_by = {"worker-cls": WORKER_CLS}
@@ -136,6 +136,28 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
         page=_page(flags),
         worker=_worker(family),
     )
+
+
+def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
+    """Put the snapshot's directory in the place of a hub id; clients still name the model by the id."""
+    from vllm_omni.model_executor.hub import is_hub_id, resolve
+
+    if flags.model is None or not is_hub_id(flags.model):
+        return flags, argv
+    token = flags.values.get("hf-token")
+    try:
+        folder = resolve(
+            flags.model,
+            revision=flags.values.get("revision"),
+            cache_dir=flags.values.get("download-dir"),
+            token=token or None,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    rest = argv[1:] if argv and argv[0] == flags.model else _without(argv, ("model",))
+    served = [] if "served-model-name" in flags.values else ["--served-model-name", flags.model]
+    argv = [str(folder), *_without(rest, ("revision",)), *served]
+    return ServeFlags.scan(argv), argv
 
 
 def _worker(family: "ModelFamily") -> Worker:

@@ -54,6 +54,7 @@ _ALIASES = (
     )
     | dict.fromkeys(("matrix_game_gta_drive", "matrix_game_templerun"), "matrix_game")
     | dict.fromkeys(("waypoint_360p", "waypoint_1_small", "waypoint_1_1_small"), "waypoint")
+    | {"qwen2_5_omni_3b": "qwen2_5_omni"}
 )
 """Other names of a family, most of them of its releases (`models/<name>/hub.py`)."""
 
