@@ -48,10 +48,6 @@ from common import (
     tracing,
 )
 
-ORIGINAL_MS = 3073
-"""The original code on an H200: denoise and context passes of one chunk at 480x832, window 18, sink 9."""
-
-
 RELEASES: dict[str, dict[str, Any]] = {
     "fast": {"num_layers": 40},
     "v2_1_3b": {
@@ -197,7 +193,6 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             name: stage(name) for name in ("encode", "text", "condition", "camera", "steps", "decode", "total")
         },
         "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=False)],
-        "original_ms": ORIGINAL_MS if args.release == "fast" else None,
         "first_chunk_timings_ms": records[0]["timings_ms"],
         "device_memory": memory,
         "session_bytes": sessions[0]["bytes"],

@@ -2,10 +2,14 @@
 """No benchmark offers an option of the engine and leaves it out: its number would be that of another engine."""
 
 import argparse
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from helpers.waits import seconds
 
 from benchmarks.common import add_serving_arguments, add_tracing_arguments, precision_of
 
@@ -30,6 +34,17 @@ def unread(script: str) -> set[str]:
     if "trace_folder(args" in script:
         read.add("traces")
     return options_of(script) - read
+
+
+@pytest.mark.parametrize("name", ["fp8", "village_in_browser"])
+def test_a_benchmark_that_uses_helpers_of_the_tests_finds_them(name: str) -> None:
+    """Started from a shell, without the path that pytest sets."""
+    path = BENCHMARKS / f"{name}.py"
+    assert '"tests"' in path.read_text()
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    subprocess.run(
+        [sys.executable, path, "--help"], env=environment, stdout=subprocess.DEVNULL, timeout=seconds(120), check=True
+    )
 
 
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if options_of(path.read_text()))

@@ -34,6 +34,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_stages_scheduler,
 )
 from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.entrypoints.cli.omni_hint import hint_at_exit
 from vllm_omni.entrypoints.logs import quiet_start
 from vllm_omni.entrypoints.output_threads import wait_for_output_threads_at_exit
 from vllm_omni.model_executor.models.registry import (
@@ -241,6 +242,7 @@ def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:
 def register_with_vllm() -> None:
     quiet_start()  # before vLLM looks at the environment, which is soon after it has called this
     wait_for_output_threads_at_exit()
+    hint_at_exit()
     for architecture, qualname in ARCHITECTURES.items():
         if architecture not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(architecture, qualname)

@@ -105,6 +105,19 @@ def commands(script: str) -> list[list[str]]:
     return result
 
 
+def blocked_commands(script: str) -> list[list[str]]:
+    """Commands behind one that keeps running; further lines that serve are its alternatives."""
+    serving = False
+    for line in script.replace("\\\n", " ").splitlines():
+        for command in commands(line):
+            words = [word for word in command if not _ASSIGNMENT.match(word)]
+            serves = words[:2] in (["vllm", "serve"], ["vllm-omni", "serve"], ["vllm-omni", "router"])
+            if serving and not serves:
+                return [command]
+            serving = serves and not line.rstrip().endswith("&")
+    return []
+
+
 # ---- checks; each raises DocsError ------------------------------------------------------------------------------
 
 
@@ -212,7 +225,9 @@ def _check_python(arguments: list[str]) -> None:
 def _check_pip(arguments: list[str]) -> None:
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for argument in arguments:
-        for group in re.findall(r"(?:vllm.omni|^\.)\[([^\]]*)\]", argument):
+        if arguments[0] == "install" and re.match(r"vllm.omni\b", argument):
+            raise DocsError(f"pip install {argument}: the package index has another project of this name")
+        for group in re.findall(r"^\.\[([^\]]*)\]", argument):
             unknown = [name for name in group.split(",") if name not in extras]
             if unknown:
                 raise DocsError(f"pip install {argument}: unknown extra {unknown}; there are {', '.join(extras)}")

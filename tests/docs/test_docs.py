@@ -63,6 +63,28 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [target for target in docs.links(path) if not (path.parent / target).exists()] == []
 
 
+@of(*SHELL)
+def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
+    """A command that keeps running is the last one of its block, unless the block lists alternatives of it."""
+    assert docs.blocked_commands(snippet.text) == []
+
+
+def test_a_command_that_is_never_reached_is_found() -> None:
+    """A server in the background, or one of several alternatives, keeps nothing from running."""
+    assert docs.blocked_commands("A=1 vllm serve D --omni\nmake demo") == [["make", "demo"]]
+    assert docs.blocked_commands("vllm serve D --omni &\nvllm-omni router --backend B") == []
+    assert docs.blocked_commands("vllm serve D --omni\nvllm serve D --omni -tp 2") == []
+
+
+def test_no_text_installs_the_other_project_of_this_name() -> None:
+    """The package index has another `vllm-omni`; extras come from the checkout, `pip install ".[env]"`."""
+    folders = ("vllm_omni", "examples", "docs", "benchmarks", "scripts")
+    files = [path for folder in folders for path in (docs.REPO / folder).rglob("*") if path.suffix in (".py", ".md")]
+    assert len(files) > 300
+    named = re.compile(r"pip install[^`\n]*\bvllm[-_]omni\[")
+    assert [str(path) for path in [docs.REPO / "README.md", *files] if named.search(path.read_text())] == []
+
+
 def test_the_readme_shows_the_two_commands() -> None:
     """A newcomer needs `make demo` and `make test`, and no more than that."""
     shown = [
@@ -105,7 +127,8 @@ def test_a_page_is_taken_apart(tmp_path: Path) -> None:
         "make no-such-target",
         "python examples/no_such.py",
         "python examples/offline_inference/lingbot_world.py --no-such-flag",
-        "pip install 'vllm-omni[gpu]'",
+        "pip install '.[gpu]'",
+        "pip install 'vllm-omni[cpu]'",
         "frobnicate now",
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder's README says what each of its files holds."""
+"""A model folder's README says what each of its files holds, a folder of recorded tensors what recorded them."""
 
 import re
 from pathlib import Path
@@ -21,3 +21,24 @@ def test_the_table_of_files_is_complete(notes: Path) -> None:
 def test_there_are_notes_to_look_at() -> None:
     """The test above has something to do."""
     assert len(NOTES) >= 7
+
+
+GOLDEN = sorted(path for path in (docs.REPO / "tests" / "golden").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
+def test_recorded_tensors_state_their_origin(folder: Path) -> None:
+    """Source repository, commit, sizes, seed and changes to the source; what is unknown is said to be."""
+    _, heading, section = (folder / "README.md").read_text().partition("\n## Recorded from\n")
+    assert heading
+    rows = dict(re.findall(r"^\| (\w+) \| (.+) \|$", section, re.M))
+    assert list(rows) == ["source", "commit", "sizes", "seed", "changes"]
+
+
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
+def test_recorded_tensors_cite_files_that_exist(folder: Path) -> None:
+    """Links and paths of the README, from its folder or from the repository's root."""
+    page = folder / "README.md"
+    paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md))`", page.read_text().partition("\n## Recorded from\n")[0])
+    missing = [name for name in paths if not any((root / name).exists() for root in (docs.REPO, folder))]
+    assert missing + [link for link in docs.links(page) if not (folder / link).exists()] == []

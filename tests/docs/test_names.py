@@ -15,6 +15,8 @@ from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.entrypoints.cli.serve import serve_parser
 
 ELSEWHERE = {
+    "HF_HOME": "an environment variable of huggingface_hub",
+    "HF_TOKEN": "an environment variable of huggingface_hub",
     "vae/config.json": "a file of a checkpoint",
     "FORWARDED_ALLOW_IPS": "an environment variable of uvicorn",
     "last_image": "an argument of diffusers' pipelines",
@@ -122,9 +124,10 @@ def test_a_name_that_exists_passes(name: str) -> None:
 
 @cache
 def flags() -> frozenset[str]:
-    """Of `vllm serve` with and without `--omni`, of `vllm-omni` and of this repository's scripts; pip's and Ray's."""
+    """Of `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip, Ray and Docker."""
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {"--extra-index-url", "--head", "--port", "--address", "--block", "--num-gpus", "--shm-size"}
+    found |= {"--rm", "--gpus"}
     found |= {"--" + name.strip("_").replace("_", "-") for name in ARGUMENTS}  # of every vLLM that is supported
     while parsers:
         for action in parsers.pop()._actions:

@@ -69,5 +69,5 @@ def test_an_endpoint_without_opentelemetry_is_one_clear_line(monkeypatch: pytest
     flags = serve.ServeFlags.scan(["model", "--otlp-traces-endpoint", "http://localhost:4317"])
     serve.check_tracing(flags)
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CommandError, match=r"pip install 'vllm-omni\[otel\]'"):
+    with pytest.raises(CommandError, match=r"pip install '\.\[otel\]' in the checkout"):
         serve.check_tracing(flags)

@@ -149,6 +149,22 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
     assert by_name["USER"] != "root" and by_name["STOPSIGNAL"] == "SIGTERM"
 
 
+def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
+    """Not the environment, whose links would break in an image, and no results of gigabytes."""
+    rules = lines(REPO / ".dockerignore")
+    assert rules[0] == "*"
+    kept = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    copied = [rest.split()[:-1] for path in DOCKERFILES for name, rest in instructions(path) if name == "COPY"]
+    assert kept == {source for sources in copied for source in sources}
+
+
+def test_every_docker_run_makes_room_for_the_engines_messages() -> None:
+    """Docker's 64 MB of /dev/shm end a server with a bus error."""
+    texts = [*DOCKERFILES, REPO / "docs/user_guide/operators.md"]
+    ran = [line for path in texts for line in re.findall(r"docker run (?:.*\\\n)*.*", path.read_text())]
+    assert len(ran) >= 4 and all("--shm-size" in line for line in ran)
+
+
 # -- Prometheus, Grafana, quotas ---------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,12 @@
 
 The recording is made by `lingbot_walk.py` beside this file. The second test runs when these are set:
 LINGBOT_WORLD_FAST_PATH (checkpoint), LINGBOT_WORLD_FAST_CAMERA_PATH (folder with poses.npy and intrinsics.npy, at least
-21 frames) and LINGBOT_WORLD_FAST_IMAGE (start image).
+21 frames, and perhaps prompt.txt) and LINGBOT_WORLD_FAST_IMAGE (start image).
+
+With LINGBOT_WORLD_FAST_GOLDEN_PATH, a folder with some of golden_frames_{short,long}_{first,last}.npy, it also prints
+(`pytest -s`) SSIM and PSNR of these frames of the reference implementation: the first and the last one of its clips
+of 25 frames, of which it makes 21, and of 81. They are arrays [H, W, 3] or [3, H, W], uint8 or floats in [-1, 1].
+There is no bound: the reference draws the noise of a whole clip in one piece, this package for each chunk and step.
 """
 
 import asyncio
@@ -23,11 +28,50 @@ from skimage.metrics import structural_similarity
 REAL_WEIGHTS = ("LINGBOT_WORLD_FAST_PATH", "LINGBOT_WORLD_FAST_CAMERA_PATH", "LINGBOT_WORLD_FAST_IMAGE")
 REAL_HEIGHT, REAL_WIDTH = 480, 832
 REAL_CHUNK_FRAMES = (9, 12)
+REFERENCE_FRAMES = {"short": sum(REAL_CHUNK_FRAMES), "long": 81}
+"""Name of the reference's clip -> its frames."""
 
 
 def ssim(a_HWC: np.ndarray, b_HWC: np.ndarray) -> float:
     """Structural similarity of two uint8 pictures: 1 for equal ones, near 0 for unrelated ones."""
     return float(structural_similarity(a_HWC, b_HWC, channel_axis=-1, data_range=255))
+
+
+def psnr(a_HWC: np.ndarray, b_HWC: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of two uint8 images in dB, infinite for equal ones."""
+    error = np.mean((a_HWC.astype(float) - b_HWC) ** 2)
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
+
+
+def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
+    """(file name, index in the video) -> frame, uint8 [H, W, 3]; at least one."""
+    found = {}
+    for clip, count in REFERENCE_FRAMES.items():
+        for position, index in (("first", 0), ("last", count - 1)):
+            path = folder / f"golden_frames_{clip}_{position}.npy"
+            if path.is_file():
+                found[path.name, index] = uint8_frame(np.load(path, allow_pickle=False))
+    assert found, f"{folder} has no golden_frames_{{short,long}}_{{first,last}}.npy"
+    return found
+
+
+def uint8_frame(array: np.ndarray) -> np.ndarray:
+    """One frame as uint8 [H, W, 3]; leading and inner axes of length 1 are dropped."""
+    frame = array.squeeze()
+    assert frame.ndim == 3 and 3 in (frame.shape[0], frame.shape[-1]), f"no frame: {array.shape}"
+    frame_HWC = frame if frame.shape[-1] == 3 else np.moveaxis(frame, 0, -1)
+    if frame_HWC.dtype == np.uint8:
+        return frame_HWC
+    assert np.abs(frame_HWC).max() <= 1.01, "floats must be in [-1, 1]"
+    return np.clip(np.round((frame_HWC.astype(float) + 1) * 127.5), 0, 255).astype(np.uint8)
+
+
+def likeness(made_THWC: np.ndarray, references: dict[tuple[str, int], np.ndarray]) -> list[str]:
+    """A line for each reference frame."""
+    return [
+        f"{name}: frame {index}, SSIM {ssim(made_THWC[index], frame):.4f}, PSNR {psnr(made_THWC[index], frame):.2f} dB"
+        for (name, index), frame in references.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +101,26 @@ def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndar
         assert np.abs(frames_THWC.astype(int) - recorded).max() <= 1
 
 
+def test_frames_of_the_reference_are_compared_one_by_one(tmp_path: Path, recorded: np.ndarray) -> None:
+    """As uint8 or as floats, channels first or last; a clip that is not there is left out."""
+    video = np.concatenate((recorded, recorded, recorded))
+    np.save(tmp_path / "golden_frames_short_first.npy", video[0])
+    floats = np.moveaxis(video[80].astype(np.float32) / 127.5 - 1, -1, 0)[None, :, None]
+    np.save(tmp_path / "golden_frames_long_last.npy", floats)
+    equal, also = likeness(video, reference_frames(tmp_path))
+    assert equal == "golden_frames_short_first.npy: frame 0, SSIM 1.0000, PSNR inf dB"
+    assert also == "golden_frames_long_last.npy: frame 80, SSIM 1.0000, PSNR inf dB"
+    np.save(tmp_path / "golden_frames_short_last.npy", np.clip(video[20].astype(int) + 10, 0, 255).astype(np.uint8))
+    [line] = [line for line in likeness(video, reference_frames(tmp_path)) if "short_last" in line]
+    assert "frame 20, SSIM 0.9" in line and "PSNR 28" in line
+
+
+def test_a_folder_without_frames_of_the_reference_is_refused(tmp_path: Path) -> None:
+    """So that a wrong path is not taken for a comparison that held."""
+    with pytest.raises(AssertionError, match="has no golden_frames"):
+        reference_frames(tmp_path)
+
+
 @pytest.mark.skipif(
     not all(os.environ.get(name) for name in REAL_WEIGHTS),
     reason=f"needs real weights: set {', '.join(REAL_WEIGHTS)}",
@@ -66,12 +130,18 @@ def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
     model, camera, image = (Path(os.environ[name]) for name in REAL_WEIGHTS)
     picture = Image.open(image).convert("RGB")
     first = {"image": torch.from_numpy(np.array(picture))}
-    chunks = uploaded_chunks(camera)
+    golden = os.environ.get("LINGBOT_WORLD_FAST_GOLDEN_PATH")
+    references = reference_frames(Path(golden)) if golden else {}
+    is_long = any(index >= sum(REAL_CHUNK_FRAMES) for _, index in references)
+    sizes = (9, *[12] * 6) if is_long else REAL_CHUNK_FRAMES
+    chunks = uploaded_chunks(camera, sizes)
+    words = camera / "prompt.txt"
+    prompt = words.read_text().strip() if words.is_file() else "A walk through the scene, steady camera"
     omni = {"height": REAL_HEIGHT, "width": REAL_WIDTH, "model": {"text_encoder_device": "cpu"}}
 
     async def run() -> tuple[list[torch.Tensor], ...]:
         async with running_engine(model, omni) as client:
-            shared: dict[str, Any] = {"prompt": "A walk through the scene, steady camera", "seed": 42}
+            shared: dict[str, Any] = {"prompt": prompt, "seed": 42}
             once = await walk(client, "once", first, chunks, **shared)
             again = await walk(client, "again", first, chunks, **shared)
             latents = await walk(client, "latents", first, chunks, output="latents", **shared)
@@ -79,17 +149,18 @@ def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
 
     once, again, latents = asyncio.run(run())
     assert all(torch.isfinite(x).all() for x in latents)
-    assert [x.shape for x in once] == [(count, REAL_HEIGHT, REAL_WIDTH, 3) for count in REAL_CHUNK_FRAMES]
+    assert [x.shape for x in once] == [(count, REAL_HEIGHT, REAL_WIDTH, 3) for count in sizes]
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     start_HWC = np.asarray(picture.resize((REAL_WIDTH, REAL_HEIGHT), Image.Resampling.BICUBIC))
+    print("\n".join(likeness(torch.cat(once).numpy(), references)))
     assert ssim(once[0][0].numpy(), start_HWC) > 0.5
 
 
-def uploaded_chunks(camera: Path) -> list[dict[str, Any]]:
-    """The camera folder's first frames, a request's tensors for each chunk."""
+def uploaded_chunks(camera: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The camera folder's first frames, a request's tensors for each chunk. sizes: frames of the chunks."""
     poses_N44 = torch.from_numpy(np.load(camera / "poses.npy", allow_pickle=False))
     intrinsics = torch.from_numpy(np.load(camera / "intrinsics.npy", allow_pickle=False))
-    count = sum(REAL_CHUNK_FRAMES)
+    count = sum(sizes)
     assert min(len(poses_N44), len(intrinsics)) >= count, f"{camera}: {count} frames of poses and intrinsics needed"
-    parts = zip(poses_N44[:count].split(REAL_CHUNK_FRAMES), intrinsics[:count].split(REAL_CHUNK_FRAMES), strict=True)
+    parts = zip(poses_N44[:count].split(sizes), intrinsics[:count].split(sizes), strict=True)
     return [{"tensors": {"poses": poses, "intrinsics": lenses}} for poses, lenses in parts]

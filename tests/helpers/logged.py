@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def logged(logger: logging.Logger) -> Iterator[list[str]]:
-    """The texts since the block began, from INFO on."""
+def logged(logger: logging.Logger, from_level: int = logging.INFO) -> Iterator[list[str]]:
+    """The texts since the block began, from a level on."""
     found: list[str] = []
 
     class Found(logging.Handler):
@@ -17,7 +17,7 @@ def logged(logger: logging.Logger) -> Iterator[list[str]]:
 
     handler, level = Found(), logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(from_level)
     try:
         yield found
     finally:

@@ -320,7 +320,13 @@ ROWS = (
         _NO_PROMPT_TOKENS,
     ),
     Row("stream_interval", meaningless("a request has one result")),
-    Row("seed", meaningless("noise comes from the seed of each request; one that names none draws its own")),
+    Row(
+        "seed",
+        meaningless(
+            "noise comes from the seed of a request or session; without one it is 0, or drawn over /v1/images and "
+            "/v1/videos"
+        ),
+    ),
     # ---- tokens ---------------------------------------------------------------------------------------------------
     Row(
         "max_logprobs logprobs_mode use_fp64_gumbel logits_processors generation_config override_generation_config "

@@ -4,12 +4,17 @@
 Reads configs, no weights; names no model. Held by tests/planning/.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vllm_omni.model_executor.models.registry import detect_family, family_names, get_family
 from vllm_omni.planning.stream_model import FamilyPlan, StreamModel
+from vllm_omni.worlds.card import read_card
+
+_OPTIONS: Final = {"window_frames": "window", "sink_frames": "sinks", "latent_frames_per_chunk": "chunk"}
+"""Option of `omni.model` -> field of `StreamModel`."""
 
 
 @cache
@@ -43,4 +48,18 @@ def model_of(name: str, **changes: Any) -> StreamModel:
     if family.plan is None:
         *others, last = family_plans()
         raise ValueError(f"{name} is a {family.name}; `plan` knows {', '.join(others)} and {last}")
-    return family.plan.of_checkpoint(str(path), family.hf_config(path)[family.name], changes)
+    return family.plan.of_checkpoint(
+        str(path), family.hf_config(path)[family.name], {**_described(path, changes), **changes}
+    )
+
+
+def _described(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `StreamModel` that the directory's world description sets for a server."""
+    card = read_card(path)
+    if card is None:
+        return {}
+    fields = {field: card.model[option] for option, field in _OPTIONS.items() if option in card.model}
+    if not {"height", "width"} & changes.keys():
+        width, height = card.sizes[0]
+        fields |= {"height": height, "width": width}
+    return fields

@@ -37,9 +37,10 @@ def test_every_piece_goes_to_its_place(arguments: argparse.Namespace, monkeypatc
     """Text encoder and VAE at the top, the transformer below, with a `config.json` when the repository has none."""
     calls: dict[str, Any] = {}
 
-    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> None:
+    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
         calls[repo] = (allow_patterns, local_dir)
         local_dir.mkdir(parents=True, exist_ok=True)
+        return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert download.run(arguments) == 0
@@ -57,9 +58,10 @@ def test_a_config_that_came_with_the_weights_is_kept(
 ) -> None:
     """The repository's own values win."""
 
-    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> None:
+    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
         local_dir.mkdir(parents=True, exist_ok=True)
         (local_dir / "config.json").write_text('{"num_layers": 2}')
+        return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert download.run(arguments) == 0
@@ -81,7 +83,7 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
     monkeypatch.setattr(
         huggingface_hub,
         "snapshot_download",
-        lambda repo, *, allow_patterns, local_dir: fetched.append((repo, local_dir)),
+        lambda repo, *, allow_patterns, local_dir: fetched.append((repo, local_dir)) or str(local_dir),
     )
     monkeypatch.setattr(
         download,
@@ -108,11 +110,12 @@ def test_what_is_fetched_is_what_is_recognised(
 ) -> None:
     """Of every causal Wan release: its files end where the checkpoint's layout looks for them, its LoRA too."""
 
-    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> None:
+    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
         for pattern in allow_patterns:
             file = local_dir / pattern
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
+        return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     arguments.model, arguments.accept_license = release.download_name, True
@@ -157,3 +160,17 @@ def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"GB are still to come and .* GB free"):
         download._check_disk(tmp_path / "new" / "world", 1e9)
     download._check_disk(tmp_path / "new" / "world", 1e-6)
+
+
+def test_both_sizes_of_qwen_omni_are_released(
+    arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7B under Apache-2.0, 3B for research only."""
+    arguments.model, arguments.dry_run = "qwen2_5_omni", True
+    assert download.run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "https://huggingface.co/Qwen/Qwen2.5-Omni-7B" in shown and "spk_dict.pt" in shown
+    arguments.model, arguments.dry_run = "qwen2_5_omni_3b", False
+    with pytest.raises(CommandError, match=r"--accept-license \(Qwen Research License"):
+        download.run(arguments)
+    assert "https://huggingface.co/Qwen/Qwen2.5-Omni-3B" in capsys.readouterr().out

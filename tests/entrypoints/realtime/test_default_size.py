@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The size of a video where nobody names one: the model's own, the same for the engine, the doors and `plan`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.cli import serve
+from vllm_omni.entrypoints.cli.make_world import write_world
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.planning.models import model_of
 from vllm_omni.testing.tiny.waypoint import CONFIGS
+from vllm_omni.worlds.card import CARD
 
 
 def engine_config(model: Path, omni: dict[str, Any]) -> Any:
@@ -58,3 +61,16 @@ def test_the_planner_counts_with_the_same_size(name: str, size: tuple[int, int])
     model = model_of(name)
     assert (model.height, model.width) == size
     assert model_of(name, height=64).height == 64
+
+
+def test_the_planner_counts_with_the_settings_of_the_world_description(tmp_path: Path) -> None:
+    """Those that a server of the directory has; the user's choice stays."""
+    write_world(tmp_path / "world")
+    model = model_of(str(tmp_path / "world"))
+    assert (model.height, model.width) == (96, 160)
+    assert model_of(str(tmp_path / "world"), height=64).height == 64
+    description = tmp_path / "world" / CARD
+    options = {"window_frames": 12, "sink_frames": 3, "latent_frames_per_chunk": 1}
+    description.write_text(json.dumps({**json.loads(description.read_text()), "model": options}))
+    model = model_of(str(tmp_path / "world"), window=9)
+    assert (model.window, model.sinks, model.chunk) == (9, 3, 1)

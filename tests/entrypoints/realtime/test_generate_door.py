@@ -4,6 +4,7 @@
 Cases marked U hold on the original server too, so unmodified clients depend on them; the others are promises of ours.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, png
+from helpers.logged import logged
 from helpers.waits import seconds, wait_until
 
+from vllm_omni.entrypoints.realtime import session
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import DiffusionParams
@@ -39,6 +42,8 @@ def client(door: DoorServer) -> Iterator[GenerateClient]:
         {**INIT, "type": "begin"},
         {**INIT, "max_chunks": 0},
         {**INIT, "enhance_prompt": True},
+        {**INIT, "enable_frame_interpolation": True},
+        {**INIT, "enable_upscaling": True},
         {**INIT, "first_frame": "/etc/passwd"},
         {**INIT, "first_frame": "http://127.0.0.1/x.png"},
         {**INIT, "first_frame": b"not a picture"},
@@ -84,6 +89,20 @@ def test_max_chunks_end_with_a_normal_close(door: DoorServer, engine: FakeEngine
     assert [chunk.index for chunk in chunks] == [0, 1, 2]
     assert [number for chunk in chunks for number in chunk.numbers()] == list(range(FIRST + 2 * LATER))
     wait_until(lambda: not engine.worlds and not len(door.manager))
+
+
+@pytest.mark.parametrize(("level", "lines"), [(logging.DEBUG, 2), (logging.INFO, 0)])
+def test_each_chunk_is_a_line_of_the_debug_log(client: GenerateClient, level: int, lines: int) -> None:
+    """With its place in the stream and its time; the session's id is added to each line of the log."""
+    with logged(session.logger, level) as texts:
+        client.init(max_chunks=2)
+        client.chunk()
+        client.chunk()
+    chunks = [text for text in texts if text.startswith("chunk ")]
+    assert len(chunks) == lines
+    for index, text in enumerate(chunks):
+        start, frames = (0, FIRST) if index == 0 else (FIRST, LATER)
+        assert text.startswith(f"chunk index={index} first_frame={start} frames={frames} wall_ms=")
 
 
 def test_the_image_prompt_and_seed_begin_the_world(client: GenerateClient, engine: FakeEngine) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
@@ -31,7 +32,21 @@ _ABOUT = ("date", "command", "hardware", "versions")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="run a benchmark of this checkout, or compare two results")
+    parser = add_command(
+        subparsers,
+        "bench",
+        "run a benchmark of this checkout, or compare two results",
+        (
+            "Without a name, list the benchmarks. With a name, run that benchmark with the arguments "
+            "that follow; its own arguments are shown by `vllm-omni bench NAME --help`. `compare` "
+            "prints every number of two results side by side."
+        ),
+        [
+            "vllm-omni bench",
+            "vllm-omni bench engine_overhead --help",
+            "vllm-omni bench compare before.json after.json --threshold 5",
+        ],
+    )
     parser.add_argument("--json", action="store_true", help="print the result, or the comparison, as JSON only")
     parser.add_argument(
         "--threshold", type=float, metavar="PERCENT", help="compare: end with status 1 if something is worse by more"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.entrypoints.loopback import open_loopback, websocket_proxy
 from vllm_omni.entrypoints.webui.address import page_url
 
@@ -54,7 +55,21 @@ _SHOWN = 8
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("demo", help="serve a world, walk through it, write demo.mp4 and demo.png")
+    parser = add_command(
+        subparsers,
+        "demo",
+        "serve a world, walk through it, write demo.mp4 and demo.png",
+        (
+            "Start `vllm serve ... --omni` with a world, stream a walk through it over its WebSocket, "
+            "and write the frames to demo.mp4 and demo.png. The server keeps running until Ctrl-C, "
+            "and its page's address is printed."
+        ),
+        [
+            "vllm-omni demo",
+            "vllm-omni demo --once --out walks",
+            "vllm-omni demo --model my_world --chunks 8 --size 160x96",
+        ],
+    )
     parser.add_argument("--once", action="store_true", help="stop the server after the files are written")
     world = parser.add_mutually_exclusive_group()
     world.add_argument("--model", type=Path, help="checkpoint directory (default: the trained world of this package)")

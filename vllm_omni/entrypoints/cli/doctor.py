@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from vllm_omni.compat import is_supported, supported_range
 from vllm_omni.entrypoints.cli.foreign import find_foreign
+from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.entrypoints.cli.start_checks import socket_directory_trouble
 from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
 
@@ -43,8 +44,20 @@ class Finding:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="check this installation and say how to mend it")
-    parser.add_argument("--fix", action="store_true", help="mend what can be mended safely")
+    parser = add_command(
+        subparsers,
+        "doctor",
+        "check this installation and say how to fix it",
+        (
+            "Check Python, vLLM, torch, video encoding, shared memory, memory and the port, and print "
+            "the repair of each fault. The exit status is 1 if a fault is left."
+        ),
+        [
+            "vllm-omni doctor",
+            "vllm-omni doctor --fix --port 8001",
+        ],
+    )
+    parser.add_argument("--fix", action="store_true", help="make the repairs that are safe to automate")
     parser.add_argument("--port", type=int, default=8000, help="port the server would use (default: 8000)")
     parser.set_defaults(run=run)
 

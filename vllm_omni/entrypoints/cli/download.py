@@ -8,18 +8,31 @@ files belong where, so that they can be brought by other means. Held by tests/en
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command, download_list
 
 _GB = 10**9
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("download", help="fetch released weights from the Hugging Face hub")
-    parser.add_argument("model", help="model family, for example lingbot_world_fast")
+    parser = add_command(
+        subparsers,
+        "download",
+        "fetch released weights from the Hugging Face hub",
+        (
+            "Fetch the released weights of a model into one directory, ready to serve. An interrupted "
+            "download continues where it stopped. Hugging Face's own variables apply, for example "
+            "HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE."
+        ),
+        [
+            "vllm-omni download lingbot_world_v2_1_3b --dry-run",
+            "vllm-omni download waypoint /srv/models/waypoint",
+        ],
+    )
+    parser.add_argument("model", help=f"name of the weights: {download_list()}")
     parser.add_argument("out", type=Path, nargs="?", help="directory to write (default: the model's name)")
     parser.add_argument("--accept-license", action="store_true", help="accept the licence that the weights name")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be fetched")
@@ -66,21 +79,10 @@ def _check_disk(out: Path, gigabytes: float) -> None:
 
 def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
     """Fetch matching files; files already there in full are kept. Raises CommandError when the hub says no."""
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from vllm_omni.model_executor.hub import fetch
 
     try:
-        snapshot_download(repo, allow_patterns=patterns, local_dir=folder)
-    except GatedRepoError as error:
-        raise CommandError(
-            f"{repo} is gated: accept its terms on https://huggingface.co/{repo}, then `hf auth login` and try again"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise CommandError(f"the hub has no repository {repo}, or your token may not read it") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        print(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr)
-        raise CommandError(
-            f"{repo} could not be fetched. Run the same command again to resume, or bring the files listed above from "
-            f"another machine into {folder}"
-        ) from error
+        fetch(repo, patterns, local_dir=folder)
+    except ValueError as error:
+        advice = "Run the same command again to resume, or bring the files listed above from another machine into"
+        raise CommandError(f"{error}. {advice} {folder}") from error

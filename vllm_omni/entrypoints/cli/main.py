@@ -56,7 +56,11 @@ def _dispatch(argv: list[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vllm-omni", description="Video world models on stock vLLM.", allow_abbrev=False
+        prog="vllm-omni",
+        description="Video world models on stock vLLM. `vllm-omni COMMAND --help` describes a command.",
+        epilog="examples:\n  vllm-omni demo\n  vllm-omni make-world my_world\n  vllm serve my_world --omni",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("-V", "--version", action="version", version=_versions())
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")

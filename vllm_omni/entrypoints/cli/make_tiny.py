@@ -6,11 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command, family_list
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("make-tiny", help="write a tiny random checkpoint in a real layout")
-    parser.add_argument("model", help="model family, for example lingbot_world")
+    parser = add_command(
+        subparsers,
+        "make-tiny",
+        "write a tiny random checkpoint in a real layout",
+        (
+            "Write a checkpoint with random weights and few small layers in the layout of the "
+            "released one, in a second and without a download. It is served like the released one. "
+            "Its videos show noise."
+        ),
+        [
+            "vllm-omni make-tiny lingbot_world my_tiny_world",
+            "vllm-omni make-tiny causal_wan my_tiny_wan --layout diffusers --seed 7",
+        ],
+    )
+    parser.add_argument("model", help=f"model family: {family_list()}")
     parser.add_argument("out", type=Path, help="directory to write; must be empty or absent")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     parser.add_argument("--layout", help="checkpoint layout; the error for an unknown one lists what there is")

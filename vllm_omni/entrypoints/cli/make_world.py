@@ -8,10 +8,20 @@ from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.make_tiny import new_directory
+from vllm_omni.entrypoints.cli.parsers import add_command
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("make-world", help="write the small trained world that comes with the package")
+    parser = add_command(
+        subparsers,
+        "make-world",
+        "write the small trained world that comes with the package",
+        ("Write the trained demo world, a village at 160x96, as a checkpoint directory with start images and prompts."),
+        [
+            "vllm-omni make-world my_world",
+            "vllm serve my_world --omni",
+        ],
+    )
     parser.add_argument("out", type=Path, help="directory to write; must be empty or absent")
     parser.set_defaults(run=run)
 

@@ -5,10 +5,25 @@ import argparse
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("plan", help="predict speed, memory and the best split over several GPUs")
+    parser = add_command(
+        subparsers,
+        "plan",
+        "predict speed, memory and the best split over several GPUs",
+        (
+            "Predict frames per second, first frame, memory and sessions of a streaming model for "
+            "every split over the GPUs, from its shapes and the GPU's rates. Needs no GPU and no "
+            "weights."
+        ),
+        [
+            "vllm-omni plan lingbot_world --gpu H200 --n 4",
+            "vllm-omni plan my_world --sessions 4",
+            "vllm-omni plan all --gpu H100",
+        ],
+    )
     parser.add_argument(
         "model",
         help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, matrix_game, a causal Wan's or a "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.platforms import is_cpu_build
 
 if TYPE_CHECKING:
@@ -21,7 +22,20 @@ _NOT_FOR_REPLAY = ("record_dir", "drain_snapshot_dir", "snapshot_dir")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("replay", help="run a recorded session again and compare its frames")
+    parser = add_command(
+        subparsers,
+        "replay",
+        "run a recorded session again and compare its frames",
+        (
+            "Run the requests of a recorded session again, offline, and compare every frame with the "
+            "recorded digest. The exit status is 1 if a frame differs. A server writes recordings "
+            "with the option `omni.record_dir`."
+        ),
+        [
+            "vllm-omni replay recordings/walk.recording",
+            "vllm-omni replay recordings/walk.recording --model my_world --out walk.mp4",
+        ],
+    )
     parser.add_argument("file", type=Path, help="a recording (omni.record_dir)")
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: the one that was recorded)")
     parser.add_argument("--tensor-parallel-size", type=int, help="default: as recorded")

@@ -11,13 +11,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "router",
-        help="one address for several servers; a session stays on the server that holds it",
-        description="Proxy for several `vllm serve --omni` processes that keeps each session on its server.",
+        "one address for several servers; a session stays on the server that holds it",
+        "Proxy for several `vllm serve --omni` processes that keeps each session on its server.",
+        [
+            "vllm-omni router --backend http://127.0.0.1:8001 --backend http://127.0.0.1:8002",
+        ],
     )
     parser.add_argument(
         "--backend",

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_omni.engine_arguments.check import asked_on_command_line, refusal_of
 from vllm_omni.engine_arguments.refusals import (
@@ -62,6 +62,15 @@ _PLUGIN_GROUPS = (
 )
 
 
+HELP: Final = """\
+vllm_omni: `vllm serve DIR --omni` and `vllm-omni serve DIR` serve a checkpoint directory of this package's models.
+They detect its family, refuse combinations that cannot work, and print the plain command. For example:
+  vllm-omni make-world my_world
+  vllm serve my_world --omni
+Every flag of `vllm serve` is taken; options of this package go into --additional-config. vLLM's own help follows.
+"""
+
+
 def run(argv: list[str]) -> int:
     """Serve with the arguments behind `serve`, `--omni` already removed."""
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
@@ -75,6 +84,7 @@ def run(argv: list[str]) -> int:
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))  # API server processes are started with it
         launch(planned.argv, planned.worker)
         return 0
+    print(HELP, flush=True)
     launch(argv, None)
     return 0
 
@@ -100,7 +110,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     environ: the variables now. plugins: names of the installed plugins that vLLM would load by default. on_cpu: whether
     vLLM is a CPU build. Raises CommandError with one line.
     """
-    flags = ServeFlags.scan(argv)
+    flags, argv = _from_hub(ServeFlags.scan(argv), argv)
     family = check(flags)
     omni = flags.additional_config().get("omni", {})
     check_start(flags.values, omni, environ, is_language_model=family.serve_flags is not None)
@@ -129,6 +139,28 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
         page=_page(flags),
         worker=_worker(family),
     )
+
+
+def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
+    """Put the snapshot's directory in the place of a hub id; clients still name the model by the id."""
+    from vllm_omni.model_executor.hub import is_hub_id, resolve
+
+    if flags.model is None or not is_hub_id(flags.model):
+        return flags, argv
+    token = flags.values.get("hf-token")
+    try:
+        folder = resolve(
+            flags.model,
+            revision=flags.values.get("revision"),
+            cache_dir=flags.values.get("download-dir"),
+            token=token or None,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    rest = argv[1:] if argv and argv[0] == flags.model else _without(argv, ("model",))
+    served = [] if "served-model-name" in flags.values else ["--served-model-name", flags.model]
+    argv = [str(folder), *_without(rest, ("revision",)), *served]
+    return ServeFlags.scan(argv), argv
 
 
 def _worker(family: "ModelFamily") -> Worker:
@@ -245,7 +277,7 @@ def check_tracing(flags: "ServeFlags") -> None:
             if importlib.util.find_spec(name) is None:
                 raise CommandError(
                     f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: "
-                    "pip install 'vllm-omni[otel]', or drop the flag"
+                    "pip install '.[otel]' in the checkout, or drop the flag"
                 )
 
 

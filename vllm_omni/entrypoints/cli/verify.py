@@ -6,11 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command
+from vllm_omni.testing.parity import FAMILIES
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("verify", help="compare a model with recorded golden tensors")
-    parser.add_argument("model", help="model family, for example lingbot_world")
+    parser = add_command(
+        subparsers,
+        "verify",
+        "compare a model with recorded golden tensors",
+        (
+            "Run each recorded scenario of a golden directory through this package's model and "
+            "compare every stage with the tensors of the original implementation. The exit status is "
+            "1 if a stage is outside its tolerance."
+        ),
+        [
+            "vllm-omni verify waypoint --golden tests/golden/waypoint",
+            "vllm-omni verify lance --golden tests/golden/lance --json",
+        ],
+    )
+    parser.add_argument("model", help=f"model family: {', '.join(FAMILIES)}")
     parser.add_argument("--golden", type=Path, required=True, help="directory of golden files")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)

@@ -39,6 +39,8 @@ INVALID_EVENT: Final = "invalid event"
 BUSY: Final = "another realtime session is already active"
 
 _MAX_TRANSITIONS: Final = 512
+_NOT_OFFERED: Final = ("enhance_prompt", "enable_frame_interpolation", "enable_upscaling")
+"""Switches of SGLang that change the frames. They are refused, because a client would wait for other frames."""
 _U32: Final = (1 << 32) - 1
 _SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
@@ -154,8 +156,9 @@ def named_extensions(value: Any) -> tuple[str, ...]:
 def parse_init(value: Any, limits: DoorLimits, space: ActionSpace = CAMERA_SPACE) -> Init:
     """Raises `DoorError`; its text is for the log and for clients with extensions."""
     init = _convert(value, Init)
-    if init.enhance_prompt:
-        raise DoorError("invalid_request", "enhance_prompt is not offered", param="enhance_prompt")
+    for name in _NOT_OFFERED:
+        if getattr(init, name):
+            raise DoorError("invalid_request", f"{name} is not offered: leave it out", param=name)
     check_prompt(init.prompt, limits, empty_ok=True)
     for timed in init.prompts:
         check_prompt(timed.prompt, limits, empty_ok=False)

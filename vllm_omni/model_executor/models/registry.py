@@ -54,6 +54,7 @@ _ALIASES = (
     )
     | dict.fromkeys(("matrix_game_gta_drive", "matrix_game_templerun"), "matrix_game")
     | dict.fromkeys(("waypoint_360p", "waypoint_1_small", "waypoint_1_1_small"), "waypoint")
+    | {"qwen2_5_omni_3b": "qwen2_5_omni"}
 )
 """Other names of a family, most of them of its releases (`models/<name>/hub.py`)."""
 
@@ -139,6 +140,11 @@ class ModelFamily:
 
 def family_names() -> list[str]:
     return list(_FAMILY_MODULES)
+
+
+def known_names() -> dict[str, str]:
+    """Name or alias -> the name of its family."""
+    return {name: name for name in _FAMILY_MODULES} | _ALIASES
 
 
 def get_family(name: str) -> ModelFamily:

@@ -14,7 +14,7 @@ from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.tiny.lance import make_tiny
 
-SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
+SMALL = {"max_image_pixels": 224 * 304, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
 """fp32 latents of order 1 after three guided steps: a shared matrix product sums in another order."""
 
@@ -101,6 +101,38 @@ def test_the_reference_and_the_first_frame_matter(lance: Lance) -> None:
         fields, tensors = REQUESTS[task]
         other = run(lance, make_request({**fields, "output": "latents"}, {**tensors, "image": picture(9)}))
         assert (other[1]["latents"] - latents_of(lance, task)).abs().max() > 1e-2
+
+
+def test_guidance_by_the_picture_goes_away_from_the_result_without_it(lance: Lance) -> None:
+    """One step of scale 2, without the text's guidance: twice the edit's velocity less that of the same words alone."""
+    options = {"resolution": "image_256res", "cfg_renorm_type": "none", "system_prompt": "Paint."}
+    shared = {"num_inference_steps": 1, "guidance_scale": 1.0, "output": "latents", "seed": 3}
+
+    def edited(**more: Any) -> torch.Tensor:
+        _, tensors = run(lance, request_of("image_edit", **shared, options={**options, **more}))
+        return tensors["latents"]
+
+    plain, guided = edited(), edited(cfg_img_scale=2.0)
+    height, width = (16 * side for side in plain.shape[-2:])
+    fields = {**shared, "prompt": "no hat", "height": height, "width": width, "options": options}
+    _, alone = run(lance, make_request({**fields, "options": {**options, "task": "t2i"}}))
+    torch.testing.assert_close(guided, 2 * plain - alone["latents"], atol=1e-5, rtol=0)
+    assert not torch.allclose(plain, guided, atol=1e-3)
+    assert torch.equal(plain, edited(cfg_img_scale=1.0))
+
+
+def test_guidance_by_the_picture_works_beside_the_texts_and_in_a_batch(lance: Lance) -> None:
+    """With several pictures of one request too, each as it is drawn alone."""
+    options = {"resolution": "image_256res", "cfg_img_scale": 1.5}
+    changes = {"options": options, "output": "latents", "seed": 5}
+    _, two = run(lance, request_of("image_edit", num_images=2, **changes))
+    _, second = run(lance, request_of("image_edit", **{**changes, "seed": 6}))
+    torch.testing.assert_close(two["latents"][1], second["latents"][0], atol=1e-5, rtol=0)
+
+
+def test_guidance_by_the_picture_needs_one(lance: Lance) -> None:
+    with pytest.raises(RequestFailed, match=r"cfg_img_scale is for edits .* leave it out with t2i"):
+        run(lance, request_of("t2i", options={"cfg_img_scale": 1.5}))
 
 
 def test_the_first_frame_is_pinned(lance: Lance) -> None:

@@ -34,6 +34,16 @@ def test_the_smallest_factor_is_respected() -> None:
     assert torch.equal(Guidance(4.0, (0, 1), "global", 1.0).combine(cond, uncond), torch.full((2, 2), 7.0))
 
 
+def test_the_two_scales_are_combined_as_in_bagel() -> None:
+    """First the text's, then the picture's; either may act alone."""
+    cond, uncond, unseen = torch.full((2, 2), 3.0), torch.ones(2, 2), torch.full((2, 2), -1.0)
+    both = Guidance(2.0, (0, 1), "none", 0.0, image_scale=1.5)
+    assert torch.equal(both.combine(cond, uncond, unseen), torch.full((2, 2), -1 + 1.5 * (5 + 1)))
+    image = Guidance(1.0, (0, 1), "none", 0.0, image_scale=1.5)
+    assert image.acts_at(0.5)
+    assert torch.equal(image.combine(cond, None, unseen), torch.full((2, 2), 5.0))
+
+
 def test_greedy_choice() -> None:
     assert TokenChoice(0.0, 1.0).choose(torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.9])).tolist() == [1]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Drawing`: one image or video while it is made: contexts, latents, schedule, guidance.
 
-    first step    the conditional context is written; the unconditional one copies the shared part and adds its rest
-    N steps       one velocity for each branch (conditional; unconditional while guidance acts), one Euler step
+    first step    the conditional context is written; the others copy the part that they share and add their rest
+    N steps       one velocity for each branch (conditional; the others while guidance acts), one Euler step
 
 A denoise step writes its block's keys and values in front of the context and leaves the context alone. Only `advance`
 changes a later step's inputs, so a step that failed may simply be run again.
@@ -27,15 +27,18 @@ from vllm_omni.model_executor.step_cache import computed_steps
 
 @dataclass(frozen=True)
 class DrawingPlan:
-    """Where every token of a drawing stands. `shared`: leading segments that both contexts have in common.
+    """Where every token of a drawing stands. `shared`: leading segments that `cond` and `uncond` have in common.
 
-    cond, uncond: contexts without the block that is drawn; cond_block, uncond_block: that block's positions.
+    cond, uncond, unseen: contexts without the block that is drawn; cond_block, uncond_block, unseen_block: that block's
+    positions.
     """
 
     cond: list[PlacedSegment]
     uncond: list[PlacedSegment]
+    unseen: list[PlacedSegment]
     cond_block: torch.Tensor
     uncond_block: torch.Tensor
+    unseen_block: torch.Tensor
     shared: int
     grid: Grid
 
@@ -43,9 +46,10 @@ class DrawingPlan:
     def num_latents(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
-    def capacities(self) -> tuple[int, int]:
-        """Tokens that caches of the conditional and the unconditional context have room for."""
-        return padded_capacity(_length(self.cond)), padded_capacity(_length(self.uncond))
+    def capacities(self) -> tuple[int, int, int]:
+        """Tokens that caches of the contexts `cond`, `uncond` and `unseen` have room for."""
+        cond, uncond, unseen = (padded_capacity(_length(each)) for each in (self.cond, self.uncond, self.unseen))
+        return cond, uncond, unseen
 
     @property
     def block(self) -> int:
@@ -56,7 +60,7 @@ class DrawingPlan:
 def plan_drawing(
     prompt: Prompt, uncond_positions: Literal["cond", "own"], noise_before_text: bool = False
 ) -> DrawingPlan:
-    """Place both contexts of a prompt.
+    """Place the contexts of a prompt.
 
     uncond_positions: `cond` gives the text behind the user's the conditional context's positions, as long as both
     contexts end with that text and nothing (no negative prompt) stands in the user's place; the drawn block always has
@@ -65,6 +69,7 @@ def plan_drawing(
     """
     cond = place(prompt.cond, positions(prompt.cond))
     uncond = place(prompt.uncond, positions(prompt.uncond))
+    unseen = place(prompt.unseen, positions(prompt.unseen))
     shared = _common(prompt.cond, prompt.uncond)
     has_negative = any(segment.user for segment in prompt.uncond)
     same_end = prompt.uncond[-2:] == prompt.cond[-2:]
@@ -77,8 +82,10 @@ def plan_drawing(
     return DrawingPlan(
         cond=cond[:-1],
         uncond=uncond[:-1],
+        unseen=unseen[:-1],
         cond_block=cond_block,
         uncond_block=uncond_block,
+        unseen_block=unseen[-1].positions_3T,
         shared=shared,
         grid=prompt.cond[-1].grid,
     )
@@ -89,8 +96,9 @@ class Drawing:
     """One request's working set.
 
     latents: fp32 [K, N, C], the first `pinned` tokens of each fixed. timesteps: num_steps + 1 of them, 1 to 0.
-    cond, uncond: a cache per picture (uncond empty without guidance). renorm_pinned: whether pinned tokens count in
-    the guidance's global norm. step_cache: the threshold of `step_cache.py`, None = every step is computed.
+    cond, uncond, unseen: a cache per picture (the last two empty where their scale does not act). renorm_pinned:
+    whether pinned tokens count in the guidance's global norm. step_cache: the threshold of `step_cache.py`, None =
+    every step is computed.
     """
 
     plan: DrawingPlan
@@ -100,6 +108,7 @@ class Drawing:
     latents: torch.Tensor
     cond: list[BranchCache]
     uncond: list[BranchCache]
+    unseen: list[BranchCache] = field(default_factory=list)
     pinned: int = 0
     renorm_pinned: bool = True
     step_cache: float | None = None
@@ -127,7 +136,7 @@ class Drawing:
 
     @property
     def guided(self) -> bool:
-        """Whether the current step needs the unconditional branch."""
+        """Whether the current step needs more than the conditional branch."""
         return self._guided_at(self.step)
 
     def _guided_at(self, step: int) -> bool:
@@ -146,17 +155,21 @@ class Drawing:
         writer.add(builder, self.cond[0], self.plan.cond, self.visuals)
 
     def add_uncond_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Second half, after that forward has run: copies, and the unconditional context's own text."""
+        """Second half, after that forward has run: copies, and the own text of the other contexts."""
         for cache in self.cond[1:]:
             cache.copy_context(self.cond[0], self.cond[0].length)
         if self.uncond:
             self.uncond[0].copy_context(self.cond[0], _length(self.plan.uncond[: self.plan.shared]))
             writer.add(builder, self.uncond[0], self.plan.uncond[self.plan.shared :], self.visuals)
+        if self.unseen:
+            self.unseen[0].length = 0
+            writer.add(builder, self.unseen[0], self.plan.unseen, Visuals())
 
     def finish_context(self, writer: ContextWriter) -> None:
         """After the second forward: the inputs of every denoise step."""
-        for cache in self.uncond[1:]:
-            cache.copy_context(self.uncond[0], self.uncond[0].length)
+        for branch in (self.uncond, self.unseen):
+            for cache in branch[1:]:
+                cache.copy_context(branch[0], branch[0].length)
         self._time = writer.network.time_embedder(self.timesteps.to(writer.device))
         self.computed = (True,) * self.num_steps
         if self.step_cache is not None:
@@ -164,8 +177,9 @@ class Drawing:
             turns = {step for step in range(1, self.num_steps) if guided[step] != guided[step - 1]}
             self.computed = computed_steps(self._time[:-1], self.step_cache, turns)
         self._positions = writer.position_rows(self.plan.grid)
-        self._ropes = [writer.block_rope(block) for block in (self.plan.cond_block, self.plan.uncond_block)]
-        for branch in (self.cond, self.uncond):
+        blocks = self.plan.cond_block, self.plan.uncond_block, self.plan.unseen_block
+        self._ropes = [writer.block_rope(block) for block in blocks]
+        for branch in (self.cond, self.uncond, self.unseen):
             self._seen |= dict.fromkeys(branch, writer.seen(branch[0])) if branch else {}
 
     # -- one denoise step ----------------------------------------------------------------------------------------------
@@ -177,18 +191,19 @@ class Drawing:
         if self.pinned:
             time = time.expand(self.plan.num_latents, -1).clone()
             time[: self.pinned] = self._time[-1]
-        branches = [self.cond, self.uncond] if self.guided else [self.cond]
+        branches = [self.cond, self.uncond, self.unseen] if self.guided else [self.cond]
         embeds = [writer.network.embed_latents(latents, time, self._positions) for latents in self.latents]
         self.cells = [
             writer.add_block(builder, cache, embed, rope, self._seen[cache])
             for caches, rope in zip(branches, self._ropes, strict=False)
+            if caches
             for cache, embed in zip(caches, embeds, strict=True)
         ]
 
     def release_caches(self) -> list[BranchCache]:
         """Return the caches of a drawing that is done, which keeps none."""
-        released = self.cond + self.uncond
-        self.cond, self.uncond, self._seen = [], [], {}
+        released = self.cond + self.uncond + self.unseen
+        self.cond, self.uncond, self.unseen, self._seen = [], [], [], {}
         return released
 
     def take(self, velocity_TC: torch.Tensor) -> None:
@@ -211,9 +226,11 @@ class Drawing:
         delta = float(self.timesteps[self.step] - self.timesteps[self.step + 1])
         updated = []
         for picture, latents in enumerate(self.latents):
-            velocity = velocities_BKNC[0, picture]
-            if len(velocities_BKNC) > 1:
-                velocity = self.guidance.combine(velocity, velocities_BKNC[1, picture], counted)
+            velocity, *others = velocities_BKNC[:, picture]
+            if others:
+                uncond = others.pop(0) if self.uncond else None
+                unseen = others.pop(0) if self.unseen else None
+                velocity = self.guidance.combine(velocity, uncond, unseen, counted)
             moved = latents - velocity * delta
             if self.pinned:
                 moved[: self.pinned] = latents[: self.pinned]

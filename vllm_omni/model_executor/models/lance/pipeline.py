@@ -200,8 +200,9 @@ class Lance(nn.Module):
             params, options, lambda text: len(tokens.encode_user(text)), self.config, self.options
         )
         decoder = self.network.language_model
-        # Noise, latents and two branches' velocities in fp32, the latents' position rows in the decoder's type.
-        row = 4 * 4 * self.vae.z_channels + self.config.hidden_size * decoder.dtype.itemsize
+        # Noise, latents and the branches' velocities in fp32, the latents' position rows in the decoder's type.
+        branches = 3 if options.cfg_img_scale > 1.0 else 2
+        row = 4 * (2 + branches) * self.vae.z_channels + self.config.hidden_size * decoder.dtype.itemsize
         return decoder.cache_nbytes(slots) + latents * row
 
     def new_session(self, params: DiffusionParams) -> LanceSession:

@@ -76,10 +76,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request's sequence. cond: everything. uncond: without the user's text. A noise block comes last, if any."""
+    """One request's sequence. cond: everything. uncond: without the user's text. unseen: without the picture or clip.
+
+    A noise block comes last, if any.
+    """
 
     cond: tuple[Segment, ...]
     uncond: tuple[Segment, ...]
+    unseen: tuple[Segment, ...] = ()
 
 
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
@@ -134,7 +138,8 @@ def build_prompt(
     if from_text and served.choices.uncond_context == "empty":
         bare = task == "t2i" and not negative
         uncond = [] if bare else [_text(encode(IM_START)), *negative, _text(encode(IM_END))]
-    return Prompt((*context, user, separator, *block), (*uncond, *block))
+    unseen = (prefix, user, separator, *block)
+    return Prompt((*context, user, separator, *block), (*uncond, *block), unseen)
 
 
 def _conversation(

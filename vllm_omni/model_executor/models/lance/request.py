@@ -69,9 +69,9 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     `["text"]`, `["image"]` or `["video"]`. resolution: the preset that references are resized to. origin_fps: of the
     clip that is sent; None = it has 12 frames a second already. system_prompt: instead of the task's own.
     turns: of a conversation, before the prompt. picture_turn: which of them shows the picture; None = the prompt.
-    Drawing: cfg_text_scale (the same as `guidance_scale`), cfg_interval, cfg_renorm_type, cfg_renorm_min,
-    timestep_shift, step_cache (`step_cache.py`). Reading: max_tokens, temperature, top_p, stop; chunk_tokens = answer
-    in pieces, one request each.
+    Drawing: cfg_text_scale (the same as `guidance_scale`), cfg_img_scale (of edits; above 1 it guides away from the
+    result without the picture or clip), cfg_interval, cfg_renorm_type, cfg_renorm_min, timestep_shift, step_cache
+    (`step_cache.py`). Reading: max_tokens, temperature, top_p, stop; chunk_tokens = answer in pieces, one request each.
     """
 
     task: Task | None = None
@@ -80,6 +80,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     origin_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     system_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
     cfg_text_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    cfg_img_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     cfg_interval: tuple[Unit, Unit] = DEFAULTS.cfg_interval
     cfg_renorm_type: str | None = DEFAULTS.cfg_renorm_type
     cfg_renorm_min: Unit = DEFAULTS.cfg_renorm_min
@@ -238,6 +239,8 @@ def read_drawing(
         grid = drawing_grid(params, task, config, served)
     if task in VIDEO_TASKS and params.num_images != 1:
         raise _invalid(f"num_images is for images, got {params.num_images} with {task}")
+    if options.cfg_img_scale != 1.0 and task not in EDIT_TASKS:
+        raise _invalid(f"options.cfg_img_scale is for edits of a picture or clip; leave it out with {task}")
     scale = params.guidance_scale
     if options.cfg_text_scale is not None:
         if scale is not None and scale != options.cfg_text_scale:
@@ -257,6 +260,7 @@ def read_drawing(
             interval=options.cfg_interval,
             renorm="none" if options.cfg_renorm_type in (None, "", "null") else options.cfg_renorm_type,
             renorm_min=options.cfg_renorm_min,
+            image_scale=options.cfg_img_scale,
         ),
         grid=grid,
         fps=DEFAULTS.fps if params.fps is None else params.fps,
@@ -407,7 +411,8 @@ def largest_needs(
         else:
             block, reference = math.prod(drawing_grid(params, task, config, served)), 0
         branch = padded_capacity(text + vision + reference) + block + 2
-        slots = max(slots, 2 * params.num_images * branch)
+        branches = 3 if options.cfg_img_scale > 1.0 else 2
+        slots = max(slots, branches * params.num_images * branch)
         latents = max(latents, params.num_images * block)
     return slots, latents
 

@@ -22,27 +22,54 @@ def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance of one drawing. It acts on steps with low < t <= high, if `scale` > 1.
+    """Classifier-free guidance of one drawing. It acts on steps with low < t <= high, if a scale is above 1.
 
-    renorm: `global` limits the guided velocity to the conditional one's norm over all tokens and channels, `channel`
-    per token, `none` not at all. renorm_min: the smallest factor.
+    scale: against the context without the user's text. image_scale: of an edit, against the context without the picture
+    or clip. renorm: `global` limits the guided velocity to the conditional one's norm over all tokens and channels,
+    `channel` per token, `none` not at all. renorm_min: the smallest factor.
     """
 
     scale: float
     interval: tuple[float, float]
     renorm: str
     renorm_min: float
+    image_scale: float = 1.0
+
+    @property
+    def guides_text(self) -> bool:
+        return self.scale > 1.0
+
+    @property
+    def guides_image(self) -> bool:
+        return self.image_scale > 1.0
 
     @property
     def enabled(self) -> bool:
-        return self.scale > 1.0
+        return self.guides_text or self.guides_image
 
     def acts_at(self, t: float) -> bool:
         return self.enabled and self.interval[0] < t <= self.interval[1]
 
-    def combine(self, cond_NC: torch.Tensor, uncond_NC: torch.Tensor, counted: slice = slice(None)) -> torch.Tensor:
-        """Return the guided velocity, fp32. counted: the tokens whose norms count in `global`."""
-        guided = uncond_NC + self.scale * (cond_NC - uncond_NC)
+    def combine(
+        self,
+        cond_NC: torch.Tensor,
+        uncond_NC: torch.Tensor | None = None,
+        unseen_NC: torch.Tensor | None = None,
+        counted: slice = slice(None),
+    ) -> torch.Tensor:
+        """Return the guided velocity, fp32, as BAGEL combines the two scales.
+
+        Args:
+            cond_NC: Velocity in the full context.
+            uncond_NC: Velocity without the user's text. None: `scale` does not act.
+            unseen_NC: Velocity without the picture or clip. None: `image_scale` does not act.
+            counted: Tokens whose norms count in `global`.
+        """
+        guided = cond_NC
+        if uncond_NC is not None:
+            guided = uncond_NC + self.scale * (cond_NC - uncond_NC)
+        if unseen_NC is not None:
+            guided = unseen_NC + self.image_scale * (guided - unseen_NC)
         if self.renorm == "none":
             return guided
         if self.renorm == "channel":

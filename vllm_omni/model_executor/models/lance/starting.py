@@ -86,8 +86,9 @@ class Starter:
         ).to(self.device)
         if first is not None:
             noise[:, : len(first)] = first
-        cond, uncond = plan.capacities()
-        slots = inputs.num_images * (cond + uncond + 2 * plan.block)
+        cond, uncond, unseen = plan.capacities()
+        guided, guides_image = inputs.guidance.guides_text, inputs.guidance.guides_image
+        slots = inputs.num_images * (cond + uncond + 2 * plan.block + guides_image * (unseen + plan.block))
         if self.network.language_model.cache_nbytes(slots) > reserved_bytes:
             raise RequestFailed("capacity", "the request needs more memory than its parameters announced")
         return Drawing(
@@ -97,7 +98,8 @@ class Starter:
             timesteps=flow_timesteps(inputs.num_steps, inputs.shift),
             latents=noise,
             cond=[new_cache(cond, plan.block) for _ in range(inputs.num_images)],
-            uncond=[new_cache(uncond, plan.block) for _ in range(inputs.num_images if inputs.guidance.enabled else 0)],
+            uncond=[new_cache(uncond, plan.block) for _ in range(inputs.num_images if guided else 0)],
+            unseen=[new_cache(unseen, plan.block) for _ in range(inputs.num_images if guides_image else 0)],
             pinned=0 if first is None else len(first),
             renorm_pinned=self.options.choices.i2v_renorm == "all",
             step_cache=inputs.step_cache,

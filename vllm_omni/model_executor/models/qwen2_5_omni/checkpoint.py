@@ -53,6 +53,13 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def missing_files(path: Path) -> list[str]:
+    """Names of weight files that the index, or the layout without one, requires and that are not there."""
+    index = path / _INDEX
+    named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [_SINGLE]
+    return [name for name in named if not (path / name).is_file()]
+
+
 def stored_dtype(config: dict[str, Any]) -> str:
     """The dtype the weights are stored in, e.g. `bfloat16`."""
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve my_world` without `--omni` ends with a line that names the flag."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.waits import seconds
+
+from vllm_omni.entrypoints.cli.make_tiny import write_tiny
+from vllm_omni.entrypoints.cli.omni_hint import missing_omni
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    write_tiny("null_world", tmp_path / "my world")
+    return tmp_path / "my world"
+
+
+def test_the_last_line_of_a_failed_start_is_the_hint(world: Path) -> None:
+    """vLLM's own error, which speaks of a missing `config.json`, stands above it."""
+    program = (
+        "import sys; sys.argv = ['/bin/vllm', 'serve', sys.argv[1], '--port', '1']\n"
+        "import vllm_omni; vllm_omni.register(); vllm_omni.register()\n"
+        "raise ValueError('no config.json')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, world], capture_output=True, text=True, timeout=seconds(120), check=False
+    )
+    *above, last = ended.stderr.splitlines()
+    assert last == (
+        f"vllm_omni: {world} is a checkpoint of null_world; serve it with: vllm serve '{world}' --port 1 --omni"
+    )
+    assert above[-1] == "ValueError: no config.json"
+
+
+def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> None:
+    """With the flag, or with the worker or the format named; other commands; models of the hub."""
+    model = str(world)
+    assert missing_omni(["vllm", "serve", model]) is not None
+    for argv in (
+        ["vllm", "serve", model, "--omni"],
+        ["vllm", "serve", model, "--worker-cls", "vllm_omni.worker.DiffusionGPUWorker"],
+        ["vllm", "serve", model, "--config-format=omni"],
+        ["vllm", "serve", "--help"],
+        ["vllm", "serve"],
+        ["vllm", "serve", "Qwen/Qwen3-0.6B"],
+        ["vllm", "bench", model],
+        ["vllm-omni", "serve", model],
+        ["script.py", "serve", model],
+    ):
+        assert missing_omni(argv) is None, argv
+
+
+def test_a_language_model_gets_no_hint(tmp_path: Path) -> None:
+    """Its `config.json` names an architecture that stock vLLM serves, whatever else lies beside it."""
+    write_tiny("qwen2_5_omni", tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
+    assert missing_omni(["vllm", "serve", str(tmp_path / "model")]) is None

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hint for `vllm serve my_world` without `--omni`, which stock vLLM ends with a traceback about `config.json`.
+
+vLLM calls `register()` before it reads the model's directory, in the process of the command too. The hint is printed
+when that process ends, because a line before the traceback would not be seen. Held by
+tests/entrypoints/cli/test_omni_hint.py.
+"""
+
+import atexit
+import functools
+import json
+import multiprocessing
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_CHOSEN = ("--omni", "--worker-cls", "--worker_cls", "--config-format", "--config_format")
+"""Flags of a user who knows how the directory is served."""
+
+
+@functools.cache
+def hint_at_exit() -> None:
+    """Print the hint when this process ends, if it is a `vllm serve` that lacks `--omni`. Idempotent."""
+    if multiprocessing.parent_process() is None and (hint := missing_omni(sys.argv)) is not None:
+        atexit.register(print, hint, file=sys.stderr, flush=True)
+
+
+def missing_omni(argv: Sequence[str]) -> str | None:
+    """Return the hint for a command line, None if it is no `vllm serve` of a directory that needs `--omni`."""
+    if len(argv) < 3 or Path(argv[0]).name != "vllm" or argv[1] != "serve":
+        return None
+    if any(argument.startswith(_CHOSEN) for argument in argv) or argv[2].startswith("-"):
+        return None
+    path = Path(argv[2])
+    if not path.is_dir() or _is_stock(path):
+        return None
+    from vllm_omni.model_executor.models.registry import detect_family
+
+    try:
+        family = detect_family(path)
+    except (ValueError, OSError):
+        return None
+    return (
+        f"vllm_omni: {path} is a checkpoint of {family.name}; serve it with: vllm serve {shlex.join(argv[2:])} --omni"
+    )
+
+
+def _is_stock(path: Path) -> bool:
+    """Whether `config.json` names an architecture that is not registered by this package."""
+    from vllm_omni.model_executor.models.registry import ARCHITECTURES
+
+    try:
+        names = json.loads((path / "config.json").read_text()).get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        return False
+    return bool(names) and not ARCHITECTURES.keys() & set(names)

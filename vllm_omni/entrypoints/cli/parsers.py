@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parser of a subcommand: a summary, a description, and examples that its `--help` prints.
+
+The lists of model names in a `--help` come from the registry. Importing it loads neither torch nor vLLM.
+Held by tests/entrypoints/cli/test_help.py.
+"""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+_WIDTH = 100
+
+
+def add_command(
+    subparsers: Any, name: str, summary: str, description: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Add a subcommand.
+
+    Args:
+        subparsers: Of the parser of `vllm-omni`.
+        name: Name of the subcommand.
+        summary: One line for the list of commands.
+        description: Paragraphs, separated by an empty line, that `--help` prints after the usage.
+        examples: Whole command lines.
+
+    Returns:
+        The parser, to which the module adds its arguments.
+    """
+    paragraphs = [textwrap.fill(" ".join(text.split()), _WIDTH) for text in description.split("\n\n")]
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=summary,
+        description="\n\n".join(paragraphs),
+        epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def family_list() -> str:
+    """Names of the model families, for a `--help`."""
+    from vllm_omni.model_executor.models.registry import family_names
+
+    return ", ".join(family_names())
+
+
+def download_list() -> str:
+    """Names that `vllm-omni download` takes, for a `--help`."""
+    from vllm_omni.model_executor.hub import hub_source
+    from vllm_omni.model_executor.models.registry import known_names
+
+    names = []
+    for name, family in known_names().items():
+        try:
+            hub_source(family, name)
+        except ValueError:
+            continue
+        names.append(name)
+    return ", ".join(names)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2.5-Omni on the hub: 7B, and 3B as a release of its own. Sizes are estimates from the numbers of parameters.
+
+Licences are those of the model cards; that of 3B allows research only.
+"""
+
+from pathlib import Path
+
+from vllm_omni.model_executor.hub import HubPiece, HubSource
+
+_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "spk_dict.pt")
+
+PIECES = (HubPiece("Qwen/Qwen2.5-Omni-7B", _FILES, "", 22.4),)
+RELEASES = {
+    "qwen2_5_omni_3b": HubSource(
+        (HubPiece("Qwen/Qwen2.5-Omni-3B", _FILES, "", 12.0),),
+        licence="Qwen Research License, no commercial use: read the model card of Qwen/Qwen2.5-Omni-3B",
+    )
+}
+
+
+def check_complete(path: Path) -> None:
+    """Raise ValueError unless config, voices and every weight file that the index names are there."""
+    from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import missing_files, read_config
+
+    read_config(path)
+    missing = missing_files(path)
+    if missing:
+        raise ValueError(
+            f"{path} lacks {len(missing)} weight files, for example {missing[0]}; "
+            "run `vllm-omni download qwen2_5_omni` again"
+        )
