@@ -20,7 +20,8 @@ from vllm_omni.outputs import RequestFailed, pack, unpack
 if TYPE_CHECKING:
     from vllm import PoolingParams
 
-_KEY = "omni"
+PARAMS_KEY = "omni"
+"""Key of the request in `PoolingParams.extra_kwargs`."""
 _TENSORS_KEY = "omni_tensors"
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
@@ -93,7 +94,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
         """Return stock `PoolingParams` carrying this request and its input tensors (on CPU, copied)."""
-        extra_kwargs: dict[str, Any] = {_KEY: msgspec.to_builtins(self)}
+        extra_kwargs: dict[str, Any] = {PARAMS_KEY: msgspec.to_builtins(self)}
         if tensors:
             extra_kwargs[_TENSORS_KEY] = pack({}, tensors).numpy().tobytes()
         return _stock()[0](task="plugin", extra_kwargs=extra_kwargs)
@@ -101,10 +102,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     @classmethod
     def from_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "DiffusionParams":
         """Read the request back; raises `RequestFailed("invalid_request", ...)` naming the field and range."""
-        if not extra_kwargs or _KEY not in extra_kwargs:
-            raise RequestFailed("invalid_request", f"extra_kwargs must hold the key {_KEY!r} with the request's fields")
+        if not extra_kwargs or PARAMS_KEY not in extra_kwargs:
+            raise RequestFailed(
+                "invalid_request", f"extra_kwargs must hold the key {PARAMS_KEY!r} with the request's fields"
+            )
         try:
-            return msgspec.convert(extra_kwargs[_KEY], cls)
+            return msgspec.convert(extra_kwargs[PARAMS_KEY], cls)
         except msgspec.ValidationError as error:
             raise RequestFailed("invalid_request", str(error)) from error
 
