@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to three registries.
+"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to registries.
 
 All of it, files of Triton kernels too, is imported where Triton is not installed, as on most machines without a GPU.
 """
@@ -49,8 +49,9 @@ def contents():
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER
-    return {"models": dict(ModelRegistry.models), "hooks": dict(MODELS_CONFIG_MAP),
-            "parsers": dict(_CONFIG_FORMAT_TO_CONFIG_PARSER)}
+    from transformers import CONFIG_MAPPING
+    return {"types": {name: None for name in CONFIG_MAPPING}, "models": dict(ModelRegistry.models),
+            "hooks": dict(MODELS_CONFIG_MAP), "parsers": dict(_CONFIG_FORMAT_TO_CONFIG_PARSER)}
 """
 
 
@@ -80,6 +81,9 @@ print(json.dumps({
     "added": {kind: sorted(set(new[kind]) - set(entries[kind])) for kind in new},
     "replaced": [key for kind in new for key in entries[kind] if new[kind].get(key) is not entries[kind][key]],
     "architectures": sorted(ARCHITECTURES),
+    "for_stock_models": sorted(
+        name for name, hook in new["hooks"].items() if hook is vllm_omni.registration.LanguageModelConfig
+    ),
     "autoregressive": sorted(AR_ARCHITECTURES),
 }))
 """
@@ -103,12 +107,17 @@ def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) ->
     assert walk["imported"] > 20 and walk["checked"] > 5000
 
 
-def test_registering_touches_three_registries_and_only_adds(walk: dict[str, Any]) -> None:
-    """register(), twice: architectures, one config hook each, one config parser; nothing is replaced."""
+def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any]) -> None:
+    """register(), twice: architectures, one config hook each, types of configs, one config parser; none is replaced.
+
+    Stock architectures without a hook get one that acts only where a worker of this package is named.
+    """
     assert walk["changed_by_registering"] == [] and walk["replaced"] == []
+    assert "Qwen2ForCausalLM" in walk["for_stock_models"]
     assert walk["added"] == {
         "models": sorted(walk["architectures"] + walk["autoregressive"]),
-        "hooks": walk["architectures"],
+        "hooks": sorted(walk["architectures"] + walk["for_stock_models"]),
+        "types": ["null_image", "null_world", "omni_pipeline", "t2v"],
         "parsers": ["omni"],
     }
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_omni
-from vllm_omni.inputs import DiffusionParams, request_tensors
+from vllm_omni.inputs import DiffusionParams, refuse_unused, request_tensors
 from vllm_omni.outputs import RequestFailed
 
 
@@ -80,3 +80,13 @@ def test_malformed_tensors_are_refused(packed: object) -> None:
 def test_arbitrary_bytes_raise_only_the_documented_error(packed: bytes) -> None:
     with pytest.raises(RequestFailed):
         request_tensors({"omni_tensors": packed})
+
+
+def test_only_the_parameters_that_a_model_uses_are_accepted() -> None:
+    """Those it does not use are refused together, by name; defaults are no parameters that were sent."""
+    params = DiffusionParams(session_id="s", prompt="a field", fps=8.0, num_images=2)
+    refuse_unused(params, ("prompt", "fps", "num_images"))
+    refuse_unused(DiffusionParams(session_id="s", chunk_index=3, output="both", deadline_s=1.0), ())
+    with pytest.raises(RequestFailed, match="does not use num_images, fps: leave it out") as refused:
+        refuse_unused(params, ("prompt", "seed"))
+    assert refused.value.code == "invalid_request"

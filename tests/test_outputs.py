@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.outputs import _DTYPES, RequestFailed, empty_result, pack, pack_error, unpack, unpack_arrays
+from vllm_omni.outputs import _DTYPES, RequestFailed, empty_result, opaque, pack, pack_error, unpack, unpack_arrays
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 
@@ -65,6 +65,8 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
         unpack(pack_error("capacity", "full"))
     assert (failure.value.code, failure.value.message) == ("capacity", "full")
     assert str(failure.value) == "capacity: full"
+    with pytest.raises(RequestFailed, match=r"^capacity: full$"):
+        unpack(opaque(pack_error("capacity", "full")))
 
 
 def test_dtypes_without_a_name_are_refused_when_packing() -> None:

@@ -8,7 +8,7 @@ with this file; the runner reads them with it. Held by tests/test_inputs.py.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -21,7 +21,8 @@ from vllm_omni.seeds import Seed, check_seed
 if TYPE_CHECKING:
     from vllm import PoolingParams
 
-_KEY = "omni"
+PARAMS_KEY = "omni"
+"""Key of the request in `PoolingParams.extra_kwargs`."""
 _TENSORS_KEY = "omni_tensors"
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
@@ -62,7 +63,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     fork_to: the new session's id, for `op="fork"`.
     one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
     negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: for image and
-    video models; None = the model's default, and a model refuses parameters it does not use.
+    video models; None = the model's default, and a model refuses parameters it does not use (`refuse_unused`).
     deadline_s: seconds after the engine has received the request by which its result is wanted; chunk_period_s: the
     stream wants a chunk that often. Both only matter to a server that schedules by deadline (`omni.scheduling`).
     lora: adapters from this chunk on, several at once; [] = none, None = as the session has them (at first: none).
@@ -96,7 +97,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
         """Return stock `PoolingParams` carrying this request and its input tensors (on CPU, copied)."""
-        extra_kwargs: dict[str, Any] = {_KEY: msgspec.to_builtins(self)}
+        extra_kwargs: dict[str, Any] = {PARAMS_KEY: msgspec.to_builtins(self)}
         if tensors:
             extra_kwargs[_TENSORS_KEY] = pack({}, tensors).numpy().tobytes()
         return _stock()[0](task="plugin", extra_kwargs=extra_kwargs)
@@ -104,12 +105,37 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     @classmethod
     def from_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "DiffusionParams":
         """Read the request back; raises `RequestFailed("invalid_request", ...)` naming the field and range."""
-        if not extra_kwargs or _KEY not in extra_kwargs:
-            raise RequestFailed("invalid_request", f"extra_kwargs must hold the key {_KEY!r} with the request's fields")
+        if not extra_kwargs or PARAMS_KEY not in extra_kwargs:
+            raise RequestFailed(
+                "invalid_request", f"extra_kwargs must hold the key {PARAMS_KEY!r} with the request's fields"
+            )
         try:
-            return msgspec.convert(extra_kwargs[_KEY], cls)
+            return msgspec.convert(extra_kwargs[PARAMS_KEY], cls)
         except msgspec.ValidationError as error:
             raise RequestFailed("invalid_request", str(error)) from error
+
+
+_CONTENT = (
+    *("prompt", "seed", "height", "width", "actions", "negative_prompt", "num_frames", "num_inference_steps"),
+    *("guidance_scale", "num_images", "fps"),
+)
+"""Fields of `DiffusionParams` that say what to generate."""
+
+
+def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
+    """Refuse parameters that were sent and would have no effect.
+
+    Args:
+        params: The request.
+        used: The model's own among the fields that say what to generate (`_CONTENT`).
+
+    Raises:
+        RequestFailed: `invalid_request` that names the fields.
+    """
+    defaults = {"num_images": 1}
+    sent = [name for name in _CONTENT if name not in used and getattr(params, name) != defaults.get(name)]
+    if sent:
+        raise RequestFailed("invalid_request", f"this model does not use {', '.join(sent)}: leave it out")
 
 
 def engine_prompt() -> Any:

@@ -130,6 +130,15 @@ def pack_error(code: str, message: str) -> torch.Tensor:
     return pack({"error": {"code": code, "message": message}})
 
 
+def opaque(envelope: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes in a type that only `unpack` reads.
+
+    vLLM's `/pooling` then answers with status 500, because none of its encodings holds this type. It would answer 200
+    with an error's bytes as data otherwise. Not for messages between processes that pickle.
+    """
+    return envelope.view(torch.bits8)
+
+
 class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """An entry of an envelope's header."""
 
@@ -180,6 +189,8 @@ def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.
 
 def _opened(envelope: torch.Tensor) -> tuple[torch.Tensor, memoryview, _Header]:
     """The envelope in one piece, its bytes and its header."""
+    if envelope.dtype is torch.bits8:
+        envelope = envelope.view(torch.uint8)
     if envelope.dtype is not torch.uint8 or envelope.ndim != 1:
         raise ValueError(f"envelope must be a 1-D uint8 tensor, got {envelope.dtype} {tuple(envelope.shape)}")
     envelope = envelope.contiguous()

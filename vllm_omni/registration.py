@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.registry import ModelRegistry
@@ -22,16 +22,20 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine_arguments.check import check_config
 from vllm_omni.engine_arguments.refusals import (
+    AR_SCHEDULER_CLS,
     CONFIG_FORMAT,
     SCHEDULER_CLS,
     WORKER_CLS,
     check_adapters,
+    check_ar_worker,
     check_backend,
     check_chunks_ahead,
+    check_diffusion_worker,
     check_kv_cache_dtype,
     check_offload,
     check_quantization,
     check_stages_scheduler,
+    is_ar_worker,
 )
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli.omni_hint import hint_at_exit
@@ -40,10 +44,12 @@ from vllm_omni.entrypoints.output_threads import wait_for_output_threads_at_exit
 from vllm_omni.model_executor.models.registry import (
     AR_ARCHITECTURES,
     ARCHITECTURES,
+    MODEL_TYPES,
     detect_family,
     family_names,
     get_family,
 )
+from vllm_omni.model_executor.root_config import ROOT_MODEL_TYPE
 from vllm_omni.worlds.card import CONFIG_KEY, WorldCard, read_card, with_defaults
 from vllm_omni.worlds.manifest import check_files
 
@@ -65,7 +71,22 @@ SPIN_COUNT, SPINS = "GOMP_SPINCOUNT", "3000"
 class OmniPipelineConfig(PreTrainedConfig):
     """The HF-shaped config that vLLM carries for a pipeline checkpoint; filled by the model family."""
 
-    model_type = "omni_pipeline"
+    model_type = ROOT_MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read the directory that transformers names: its `config.json` only says that it is one of this package's."""
+        folder = kwargs.get("name_or_path", "")
+        if "omni_family" in config_dict or not Path(folder).is_dir():
+            return super().from_dict(config_dict, **kwargs)
+        config = read_checkpoint(Path(folder))
+        return (config, kwargs) if kwargs.pop("return_unused_kwargs", False) else config
+
+
+_CONFIG_CLASSES: dict[str, type[OmniPipelineConfig]] = {
+    name: type(OmniPipelineConfig.__name__, (OmniPipelineConfig,), {"model_type": name}) for name in MODEL_TYPES
+}
+"""transformers asks for a class of its own for each type; each reads an `OmniPipelineConfig`."""
 
 
 class OmniConfigParser(ConfigParserBase):
@@ -79,14 +100,18 @@ class OmniConfigParser(ConfigParserBase):
         code_revision: str | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        path = Path(model)
-        check_files(path)
-        family = detect_family(path)
-        values: dict[str, Any] = {"omni_family": family.name, **family.hf_config(path)}
-        if (card := read_card(path)) is not None:
-            values[CONFIG_KEY] = msgspec.to_builtins(card)
-        config = OmniPipelineConfig(**values)
+        config = read_checkpoint(Path(model))
         return config.to_dict(), config
+
+
+def read_checkpoint(path: Path) -> OmniPipelineConfig:
+    """Return what the directory's family reads there. Raises ValueError in one line."""
+    check_files(path)
+    family = detect_family(path)
+    values: dict[str, Any] = {"omni_family": family.name, **family.hf_config(path)}
+    if (card := read_card(path)) is not None:
+        values[CONFIG_KEY] = msgspec.to_builtins(card)
+    return OmniPipelineConfig(**values)
 
 
 class OmniModelConfig(VerifyAndUpdateConfig):
@@ -134,6 +159,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
                 let_threads_sleep()
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = WORKER_CLS
+            check_diffusion_worker(parallel.worker_cls)
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SCHEDULER_CLS
         scheduler.async_scheduling = False
@@ -143,6 +169,17 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         vllm_config.cache_config.enable_prefix_caching = False
         if vllm_config.model_config.multimodal_config is not None:
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0  # no camera path ever comes twice
+
+
+class LanguageModelConfig(VerifyAndUpdateConfig):
+    """For stock architectures that have no hook yet: acts only if `--worker-cls` names a worker of this package."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        worker_cls, scheduler = vllm_config.parallel_config.worker_cls, vllm_config.scheduler_config
+        check_ar_worker(worker_cls)
+        if is_ar_worker(worker_cls) and scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = AR_SCHEDULER_CLS
 
 
 def world_card(hf_config: PreTrainedConfig) -> WorldCard | None:
@@ -250,5 +287,9 @@ def register_with_vllm() -> None:
     for architecture, qualname in AR_ARCHITECTURES.items():
         if architecture not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(architecture, qualname)
+    for architecture in ModelRegistry.get_supported_archs():
+        MODELS_CONFIG_MAP.setdefault(architecture, LanguageModelConfig)
+    for model_type, config_class in _CONFIG_CLASSES.items():
+        AutoConfig.register(model_type, config_class, exist_ok=True)
     if CONFIG_FORMAT not in _CONFIG_FORMAT_TO_CONFIG_PARSER:
         register_config_parser(CONFIG_FORMAT)(OmniConfigParser)

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -76,9 +77,9 @@ class Harness:
         )
         self.scheduler.update_from_output(output, answer)
 
-    def stock_answer(self, output: SchedulerOutput, done: Any = ()) -> None:
+    def stock_answer(self, output: SchedulerOutput, done: Any = ()) -> dict[int, EngineCoreOutputs]:
         """The same of a worker that knows nothing of `StepOutput`."""
-        self.scheduler.update_from_output(output, ModelRunnerOutput(**_results(output, done)))
+        return self.scheduler.update_from_output(output, ModelRunnerOutput(**_results(output, done)))
 
     def step(self, done: Any = (), denoised: Any = ()) -> list[str]:
         names, output = self.schedule()

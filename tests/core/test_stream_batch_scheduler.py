@@ -6,7 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from scheduler_harness import Harness
+from vllm.pooling_params import PoolingParams
+from vllm.utils.serial_utils import tensor2binary
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.inputs import DiffusionParams
@@ -155,3 +158,34 @@ def test_malformed_requests_still_reach_the_runner(new_harness: Callable[..., Ha
             Request(request_id=str(number), prompt_token_ids=[0], sampling_params=None, pooling_params=params)
         )
     assert harness.step(done="012") == ["0", "1", "2"]
+
+
+def test_a_request_without_params_ends_with_data_that_pooling_cannot_answer_with(
+    new_harness: Callable[..., Harness],
+) -> None:
+    """vLLM's own `/pooling` sends such requests, and would answer 200 with the bytes of an error as data."""
+    harness = new_harness()
+    harness.add("ours", "s")
+    bare = PoolingParams(task="plugin")
+    harness.scheduler.add_request(
+        Request(request_id="bare", prompt_token_ids=[0], sampling_params=None, pooling_params=bare)
+    )
+    _, output = harness.schedule()
+    answers = harness.stock_answer(output, done=("ours", "bare"))
+    data = {answer.request_id: answer.pooling_output for answer in answers[0].outputs}
+    assert data["ours"].dtype == torch.uint8
+    with pytest.raises(RuntimeError):
+        data["bare"].tolist()
+    with pytest.raises(NotImplementedError):
+        tensor2binary(data["bare"], "float32", "native")
+    assert not harness.scheduler._without_params
+
+
+def test_a_request_without_params_that_is_aborted_leaves_nothing(new_harness: Callable[..., Harness]) -> None:
+    harness = new_harness()
+    bare = PoolingParams(task="plugin")
+    harness.scheduler.add_request(
+        Request(request_id="bare", prompt_token_ids=[0], sampling_params=None, pooling_params=bare)
+    )
+    harness.scheduler.finish_requests("bare", RequestStatus.FINISHED_ABORTED)
+    assert not harness.scheduler._without_params

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_omni.worker.ar import runner as module
 from vllm_omni.worker.ar.layers import LayerTaps
-from vllm_omni.worker.ar.worker import ARWorkerMixin
+from vllm_omni.worker.ar.worker import ARWorkerMixin, check_model
 
 SCHEDULER = "vllm_omni.core.sched.ARHiddenStatesScheduler"
 TAPS = LayerTaps(4, (1, 2), installed=True)
@@ -23,7 +23,7 @@ def config(scheduler: str | None = SCHEDULER, speculative: Any = None, **changed
 
     scheduler_config = SchedulerConfig.default_factory(max_num_seqs=1, scheduler_cls=scheduler)
     return SimpleNamespace(
-        model_config=part(is_encoder_decoder=False, is_diffusion=False),
+        model_config=part(is_encoder_decoder=False, is_diffusion=False, architecture="Qwen2ForCausalLM"),
         cache_config=part(kv_sharing_fast_prefill=False),
         parallel_config=part(prefill_context_parallel_size=1, distributed_executor_backend="mp"),
         scheduler_config=scheduler_config,
@@ -41,14 +41,23 @@ def tensor_rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_the_final_layer_and_those_kept_are_offered(tensor_rank: SimpleNamespace) -> None:
     rows = module._make_rows(config(), TAPS)
     assert (rows.num_layers, rows.layers, rows.refusal) == (4, {1, 2, 4}, None)
-    assert rows.listens and rows.copies
+    assert rows.copies
 
 
 @pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
-def test_without_the_scheduler_that_carries_them_none_are(scheduler: str | None, tensor_rank: SimpleNamespace) -> None:
-    """Their requests run all the same, as ordinary ones."""
-    rows = module._make_rows(config(scheduler), TAPS)
-    assert (rows.num_layers, rows.layers, rows.listens) == (4, frozenset(), False)
+def test_a_worker_without_the_scheduler_that_carries_them_does_not_start(scheduler: str | None) -> None:
+    """Requests for hidden states would get their text only, without an error."""
+    with pytest.raises(ValueError, match=f"ARGPUWorker needs --scheduler-cls {SCHEDULER}$"):
+        check_model(config(scheduler))
+    check_model(config())
+
+
+def test_a_worker_of_language_models_does_not_start_on_another_model() -> None:
+    """In one line that names the worker to use; vLLM's config may come from elsewhere than a command line."""
+    world = config()
+    world.model_config.architecture = "LingBotWorldPipeline"
+    with pytest.raises(ValueError, match=r"needs vllm_omni\.worker\.DiffusionGPUWorker: drop the flag$"):
+        check_model(world)
 
 
 @pytest.mark.parametrize(("backend", "copies"), [("mp", False), ("external_launcher", True)])

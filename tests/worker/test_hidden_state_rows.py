@@ -182,12 +182,6 @@ def test_ranks_whose_output_nobody_reads_copy_nothing() -> None:
     assert take(rows, [2], [0], [[1]]) == [None] and rows.bytes_copied == 0 and rows
 
 
-def test_without_a_way_to_clients_requests_run_as_if_they_had_not_asked() -> None:
-    rows = make_rows(listens=False)
-    rows.update(scheduler_output(new=[new_request("r0", "all"), new_request("r1", "?")]))
-    assert not rows
-
-
 def test_taken_rows_outlive_the_models_buffers() -> None:
     """CUDA graphs and the next step overwrite the model's output in place."""
     rows = make_rows()

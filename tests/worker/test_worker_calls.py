@@ -66,8 +66,11 @@ def test_a_worker_takes_no_path_of_a_second_generation_runner(worker: Any) -> No
 
 def test_a_worker_makes_our_runner_for_its_device(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusion_worker, "DiffusionGPUModelRunner", lambda *args: args)
-    worker.vllm_config = "config"
-    assert worker._make_model_runner() == ("config", worker.device)
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(architecture="LancePipeline"))
+    assert worker._make_model_runner() == (worker.vllm_config, worker.device)
+    worker.vllm_config.model_config.architecture = "Qwen2ForCausalLM"
+    with pytest.raises(ValueError, match="runs diffusion models; for a language model drop the flag"):
+        worker._make_model_runner()
 
 
 def test_sessions_are_saved_and_restored_by_calls(

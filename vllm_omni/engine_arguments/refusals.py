@@ -15,10 +15,45 @@ from vllm_omni.engine_arguments.table import STORED_METHODS
 CONFIG_FORMAT: Final = "omni"
 WORKER_CLS: Final = "vllm_omni.worker.DiffusionGPUWorker"
 SCHEDULER_CLS: Final = "vllm_omni.core.sched.StreamBatchScheduler"
+AR_WORKER_CLS: Final = "vllm_omni.worker.ARGPUWorker"
+AR_SCHEDULER_CLS: Final = "vllm_omni.core.sched.ARHiddenStatesScheduler"
 
 _SCHEDULER_ADVICE = (
     f"needs one denoise step per engine step: pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
 )
+
+
+def is_ar_worker(worker_cls: str) -> bool:
+    """Whether `--worker-cls` names this package's worker of language models, by any of its paths."""
+    return worker_cls.startswith("vllm_omni.worker.") and worker_cls.rpartition(".")[2].startswith("AR")
+
+
+def is_diffusion_worker(worker_cls: str) -> bool:
+    """Whether `--worker-cls` names one of this package's diffusion workers, by any of its paths."""
+    return worker_cls.startswith("vllm_omni.worker.") and not is_ar_worker(worker_cls)
+
+
+def check_diffusion_worker(worker_cls: str) -> None:
+    """Refuse workers that cannot run a diffusion model; a class of the user's own checks itself when it starts."""
+    if is_ar_worker(worker_cls) or worker_cls.startswith("vllm.v1.worker."):
+        raise ValueError(
+            f"--worker-cls {worker_cls} runs language models; this checkpoint needs {WORKER_CLS}: drop the flag"
+        )
+
+
+def check_ar_worker(worker_cls: str) -> None:
+    """Refuse workers that cannot run a language model."""
+    if is_diffusion_worker(worker_cls):
+        raise ValueError(
+            f"--worker-cls {worker_cls} runs diffusion models; for a language model drop the flag, or pass "
+            f"{AR_WORKER_CLS} for hidden states"
+        )
+
+
+def check_ar_scheduler(carries_rows: bool) -> None:
+    """carries_rows: whether the scheduler sends hidden states to clients; requests for them would be lost."""
+    if not carries_rows:
+        raise ValueError(f"--worker-cls {AR_WORKER_CLS} needs --scheduler-cls {AR_SCHEDULER_CLS}")
 
 
 def check_config_format(config_format: str) -> None:

@@ -88,6 +88,11 @@ _INDEPENDENT = meaningless("data-parallel engines do not wait for one another")
 _WITH_LORA = meaningless("belongs to --enable-lora, which is refused")
 _ONE_PROCESS = meaningless("there is one process on one device")
 _EMPTY_POOL = meaningless("a pipeline keeps nothing between requests: no cache is sized")
+DIFFUSION_WORKERS = (
+    "vllm_omni.worker.DiffusionGPUWorker",
+    "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker",
+)
+"""Names of this package's worker that users give to every diffusion checkpoint; a pipeline runs without it."""
 _WITHOUT_WORKER = refused("the pipeline runs without a worker: drop it")
 _ONE_DEVICE = refused("it runs one process on one device: drop it, or add engines with --data-parallel-size")
 _ONE_OFFLOADER = refused("--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: use it alone")
@@ -287,7 +292,11 @@ ROWS = (
         _ONE_PROCESS,
     ),
     Row("distributed_executor_backend", honoured("uni, mp, ray"), honoured("the config hook sets it")),
-    Row("worker_cls", honoured("the config hook sets it"), _WITHOUT_WORKER),
+    Row(
+        "worker_cls",
+        honoured("the config hook sets it"),
+        refused(_WITHOUT_WORKER.why, *DIFFUSION_WORKERS),
+    ),
     Row("worker_extension_cls", honoured(), _WITHOUT_WORKER),
     Row(
         "enable_expert_parallel enable_eplb enable_elastic_ep elastic_ep_max_dp_size enable_hc_sp",

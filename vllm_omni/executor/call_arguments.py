@@ -145,6 +145,8 @@ def pipeline_call(
     for name in facts.parameters:
         if is_required(facts.parameters, name) and name not in arguments and name not in ("args", "kwargs"):
             raise _invalid(f"{facts.class_name} needs {name!r}, and the request has none")
+    if params.fps is not None and not facts.video:
+        raise _invalid(f"{facts.class_name} makes images: leave fps out")
     fps = params.fps or options.request_defaults().fps
     for name in _FRAME_RATE:
         if params.fps is not None and name in facts.parameters:

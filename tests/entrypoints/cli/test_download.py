@@ -51,6 +51,7 @@ def test_every_piece_goes_to_its_place(arguments: argparse.Namespace, monkeypatc
     assert "Wan2.1_VAE.pth" in patterns
     assert not any("noise_model" in pattern for pattern in patterns)
     assert json.loads((transformer / "config.json").read_text())["num_layers"] == 40
+    assert json.loads((arguments.out / "config.json").read_text()) == {"model_type": "omni_pipeline"}
 
 
 def test_a_config_that_came_with_the_weights_is_kept(

@@ -37,6 +37,8 @@ from vllm_omni.core.sched.policy import LiveRequest, choose_batch
 from vllm_omni.core.sched.streams import RequestFields, Streams
 from vllm_omni.core.scheduler_note import SchedulerNote, without_note
 from vllm_omni.core.step_output import StepOutput
+from vllm_omni.inputs import PARAMS_KEY
+from vllm_omni.outputs import opaque
 from vllm_omni.processes import end_with_parent
 
 _PATIENCE_S = 0.5
@@ -58,6 +60,8 @@ class StreamBatchScheduler(Scheduler):
         self._holds_back = omni.chunks_in_flight > 1
         self._delivering: set[str] = set()
         """Requests whose chunk is done and whose result is on its way."""
+        self._without_params: set[str] = set()
+        """Requests of vLLM's own `/pooling`, which carries no `DiffusionParams`: each ends with an error."""
         self._by_deadline = omni.scheduling == "deadline"
         self._degradations = omni.degradations
         self._refuses_streams = omni.target_fps is not None
@@ -84,6 +88,8 @@ class StreamBatchScheduler(Scheduler):
                 request.pooling_params = SchedulerNote(refused=refused).attach(request.pooling_params)
                 fields = RequestFields(request.request_id, math.inf, is_chunk=False)
         super().add_request(request)
+        if not _carries_params(request):
+            self._without_params.add(request.request_id)
         self._streams.add(request.request_id, fields, now_s)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -148,7 +154,10 @@ class StreamBatchScheduler(Scheduler):
             self._streams.order.steps_behind = step.steps_behind
             for request_id in step.committed:
                 self._streams.committed(request_id)
+        unreadable = self._without_params.intersection(scheduler_output.num_scheduled_tokens)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if unreadable:
+            _hide_errors(unreadable, outputs)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
@@ -202,7 +211,20 @@ class StreamBatchScheduler(Scheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._streams.end_turn(request.request_id, time.monotonic())
         self._delivering.discard(request.request_id)
+        self._without_params.discard(request.request_id)
         return super()._free_request(request, delay_free_blocks)
+
+
+def _carries_params(request: Request) -> bool:
+    return request.pooling_params is not None and PARAMS_KEY in (request.pooling_params.extra_kwargs or {})
+
+
+def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
+    """Make the errors of these requests data that `/pooling` cannot answer with."""
+    for engine_outputs in outputs.values():
+        for output in engine_outputs.outputs:
+            if output.request_id in request_ids and output.pooling_output is not None:
+                output.pooling_output = opaque(output.pooling_output)
 
 
 def _fields_of(request: Request) -> RequestFields:

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.parsers import add_command, download_list
+from vllm_omni.model_executor.root_config import ROOT_CONFIG, write_root_config
 
 _GB = 10**9
 
@@ -63,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         _fetch(piece.repo, list(piece.patterns), out / piece.folder)
     for name in source.complete(out):
         print(f"wrote {name}: the repository has none")
+    try:
+        write_root_config(out)
+    except OSError as error:
+        raise CommandError(f"cannot write {out / ROOT_CONFIG}: {error.strerror}") from error
     print(f"done; serve it with: vllm serve {out} --omni")
     return 0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.parsers import add_command, family_list
+from vllm_omni.model_executor.root_config import write_root_config
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,6 +53,7 @@ def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) 
         raise CommandError(f"--seed must be from 0 to 2**63 - 1, got {seed}")
     new_directory(out)
     family.make_tiny(out, seed, layout)
+    write_root_config(out)
 
 
 def new_directory(out: Path) -> None:

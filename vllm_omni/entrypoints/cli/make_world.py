@@ -9,6 +9,7 @@ from typing import Any
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.make_tiny import new_directory
 from vllm_omni.entrypoints.cli.parsers import add_command
+from vllm_omni.model_executor.root_config import write_root_config
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,6 +44,7 @@ def write_world(out: Path) -> int:
     new_directory(out)
     try:
         shutil.copytree(source, out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        write_root_config(out)
     except (OSError, shutil.Error) as error:
         raise CommandError(f"cannot write {out}: {error}") from error
     return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

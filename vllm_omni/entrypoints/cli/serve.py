@@ -27,9 +27,11 @@ from vllm_omni.engine_arguments.refusals import (
     CONFIG_FORMAT,
     SCHEDULER_CLS,
     WORKER_CLS,
+    check_ar_worker,
     check_async_scheduling,
     check_backend,
     check_config_format,
+    check_diffusion_worker,
     check_heads,
     check_kv_cache_dtype,
     check_one_device,
@@ -258,6 +260,8 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
         if omni.quotas is not None:
             QuotaFile.read(Path(omni.quotas))
+        worker_cls = flags.values.get("worker-cls", "auto")
+        (check_diffusion_worker if family.serve_flags is None else check_ar_worker)(worker_cls)
         if family.executor_cls is not None:
             _check_executor(flags, family.executor_cls)
         if family.serve_flags is None:

@@ -39,6 +39,8 @@ _STRIKE_WINDOW_S: Final = 10.0
 _VALUES_BURST_S: Final = 2.0
 _LAST_WORDS_S: Final = 1.5
 _FAILING_POLL_S: Final = 0.02
+_AHEAD_MESSAGES: Final = 4096  # 15 s of key events at 200 a second
+_AHEAD_BYTES: Final = 1024 * 1024
 _REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
 
 
@@ -60,6 +62,8 @@ class Connection:
         self._fail_by_s = 0.0
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
+        self._ahead: deque[bytes | str] = deque()
+        """Messages that `read_ahead` received and `receive` has not returned yet."""
         self._values = TokenBucket(limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES))
         self.principal = principal_of(websocket)
         """Who this is, for telling one client's sessions from another's: never the key itself."""
@@ -84,6 +88,22 @@ class Connection:
 
         Raises `ClientGone` when the peer left and `DoorError` with a close code when it was idle or sent too much.
         """
+        return self._ahead.popleft() if self._ahead else await self._receive(busy)
+
+    async def read_ahead(self) -> None:
+        """Keep messages for `receive` until cancelled, so that a peer that leaves is noticed while its request waits.
+
+        Stops reading, and so leaves the rest to the peer's own buffers, after `_AHEAD_MESSAGES` messages or
+        `_AHEAD_BYTES` bytes. Raises like `receive`.
+        """
+        num_bytes = 0
+        while len(self._ahead) < _AHEAD_MESSAGES and num_bytes < _AHEAD_BYTES:
+            message = await self._receive(lambda: True)
+            num_bytes += len(message)
+            self._ahead.append(message)
+        await asyncio.Event().wait()
+
+    async def _receive(self, busy: Callable[[], bool]) -> bytes | str:
         while True:
             try:
                 with self._idle_deadline if self._failure is None else Deadline(_FAILING_POLL_S):

@@ -150,7 +150,7 @@ class _Client(LiveClient):
         try:
             session = await self.open_session(uuid.uuid4().hex)
         except DoorError as error:
-            error.close = Close.CAPACITY if self._granted else Close.POLICY
+            error.close = error.close or (Close.CAPACITY if self._granted else Close.POLICY)
             raise
         if "credit" in self._granted:
             self._throttle.credit = 0

@@ -53,7 +53,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: a new connection of any kind must have sent its first request's headers in this time; 0 = no
     bound.
     start_timeout_s: a client of `/v1/realtime/video` must send `session.start` in this time.
-    slot_wait_s: how long a start at a streaming door waits for a session to end before it is refused.
+    slot_wait_s: how long a start at a streaming endpoint of a full server waits for a session to end.
     """
 
     idle_timeout_s: Seconds = 300.0

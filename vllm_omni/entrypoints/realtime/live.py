@@ -4,7 +4,7 @@
 The connection's own task reads, so that a disconnect is noticed at once; a second task delivers chunks. Whichever ends
 first ends the other: a client that leaves has its chunk aborted in the engine and its world freed, a stream that ends
 closes the connection with a code and a reason, whatever it ended of. Doors subclass it and speak their own messages.
-Held by tests/entrypoints/realtime/{test_generate_door,test_video_door,test_live_faults}.py.
+Held by tests/entrypoints/realtime/{test_generate_door,test_video_door,test_live_faults,test_wait_for_a_session}.py.
 """
 
 import asyncio
@@ -106,21 +106,35 @@ class LiveClient(ABC):
     async def open_session(self, session_id: str | None = None) -> Session:
         """Open a session for this connection; if all are in use, wait `slot_wait_s` for one to end.
 
-        Raises `DoorError` `capacity`, `session_limit` or `quota_exceeded`.
+        Only `capacity` is waited for: the client's own limits and a stopping server do not change by waiting.
+
+        Raises:
+            DoorError: `capacity`, `session_limit`, `quota_exceeded` or `draining`; counted once in the metrics.
+            ClientGone: The client left while it waited.
         """
         key = (self.connection.principal, session_id or new_session_id())
         log_context.bind(session_id=key[1])
         deadline_s = time.monotonic() + self.limits.slot_wait_s
-        while True:
-            try:
-                self.session = self.manager.open(key, self.connection.client, self.door)
-                self.session.connections.add(self)
-                return self.session
-            except DoorError as error:
-                if time.monotonic() >= deadline_s:
-                    door_metrics().session_refused(self.door, error.code)
-                    raise
-            await asyncio.sleep(max(0.0, min(_SLOT_POLL_S, deadline_s - time.monotonic())))
+        reading: asyncio.Task[None] | None = None
+        try:
+            while True:
+                try:
+                    self.session = self.manager.open(key, self.connection.client, self.door)
+                    self.session.connections.add(self)
+                    return self.session
+                except DoorError as error:
+                    if error.code != "capacity" or time.monotonic() >= deadline_s:
+                        door_metrics().session_refused(self.door, error.code)
+                        raise
+                if reading is None:
+                    reading = asyncio.create_task(self.connection.read_ahead())
+                await asyncio.wait([reading], timeout=max(0.0, min(_SLOT_POLL_S, deadline_s - time.monotonic())))
+                if reading.done():
+                    reading.result()
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait([reading])
 
     def start(self, job: Job) -> None:
         """Begin to generate and deliver; `open_session` has been called."""

@@ -276,7 +276,7 @@ class _Client(LiveClient):
         try:
             session = await self.open_session()
         except DoorError as error:
-            error.close = Close.CAPACITY
+            error.close = error.close or Close.CAPACITY
             raise
         self._request_id = request_id
         fps = start.fps or facts.fps

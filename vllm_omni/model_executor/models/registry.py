@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.root_config import ROOT_MODEL_TYPE
 from vllm_omni.planning.stream_model import FamilyPlan
 
 if TYPE_CHECKING:
@@ -79,6 +80,12 @@ AR_ARCHITECTURES = {
     ),
 }
 """The same for autoregressive models: registered, and otherwise left to vLLM's own defaults."""
+
+MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v")
+"""`model_type` in the `config.json` at the root of a directory, by which plain `vllm serve DIR` finds this package.
+
+`t2v` is the original Wan's.
+"""
 
 
 @dataclass(frozen=True)

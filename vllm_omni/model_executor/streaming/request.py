@@ -13,7 +13,7 @@ import torch
 
 from vllm_omni.actions import ACTION_TENSORS, ActionRows, ActionSpace, read_actions
 from vllm_omni.config import OmniConfig
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, refuse_unused
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.session import SessionShape, StreamingSession
@@ -45,6 +45,11 @@ def read_size(params: DiffusionParams, config: Sized, omni: OmniConfig) -> tuple
             f"{height}x{width} has {height * width} pixels; this server makes at most {omni.max_area}",
         )
     return height, width
+
+
+def check_unused(params: DiffusionParams, *, actions: bool) -> None:
+    """Refuse parameters of image and video models, and actions where the model takes none."""
+    refuse_unused(params, ("prompt", "seed", "height", "width", *(("actions",) if actions else ())))
 
 
 def check_unchanged(params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]) -> None:
@@ -102,6 +107,7 @@ def read_played(
     Changes nothing. Raises `RequestFailed`.
     """
     params, first_chunk = request.params, session.chunk_index == 0
+    check_unused(params, actions=True)
     check_unchanged(params, session.shape, {})
     check_prompt(params, space, first_chunk=first_chunk)
     if params.options:

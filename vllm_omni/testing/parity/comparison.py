@@ -11,9 +11,10 @@ import fnmatch
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -184,6 +185,21 @@ def run_scenarios(
             text = " ".join(str(error).split()) or "no message"
             report.rows.append(Stage(path.stem, "run", 0.0, error=f"{type(error).__name__}: {text}"))
     return report
+
+
+def check_recorded(what: str, values: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+    """Return the recorded configuration of a network, `values`.
+
+    Args:
+        what: The configuration, for the error message.
+        known: Keys that the comparison reads, or that are known to change nothing it compares.
+
+    Raises:
+        ValueError: A key is not known; a comparison without it would be one of another model.
+    """
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"{what} has settings that are not understood: {', '.join(unknown[:3])}")
+    return values
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

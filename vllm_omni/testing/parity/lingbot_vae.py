@@ -71,23 +71,17 @@ def run_vae_cache_shapes(scenario: Scenario) -> None:
     scenario.compare("cache tensors", torch.tensor(len(ours)), torch.tensor(len(recorded)), 0.0)
 
 
-def _load_vae(scenario: Scenario) -> StreamingWanVAE:
-    values = json.loads(scenario.meta("cfg"))
-    vae = StreamingWanVAE(
-        VAEConfig.from_dict(
-            {
-                "base_dim": values["dim"],
-                "z_dim": values["z_dim"],
-                "dim_mult": values["dim_mult"],
-                "num_res_blocks": values["num_res_blocks"],
-                "attn_scales": values["attn_scales"],
-                "dropout": values["dropout"],
-                "temperal_downsample": values["temperal_downsample"],
-                "latents_mean": json.loads(scenario.meta("mean")),
-                "latents_std": json.loads(scenario.meta("std")),
-            }
-        )
+def recorded_vae(scenario: Scenario) -> VAEConfig:
+    """Read the original's arguments of a VAE. Raises ValueError for unknown ones."""
+    cfg = json.loads(scenario.meta("cfg"))
+    statistics = {f"latents_{name}": json.loads(scenario.meta(name)) for name in ("mean", "std")}
+    return VAEConfig.from_dict(
+        {("base_dim" if key == "dim" else key): value for key, value in cfg.items()} | statistics
     )
+
+
+def _load_vae(scenario: Scenario) -> StreamingWanVAE:
+    vae = StreamingWanVAE(recorded_vae(scenario))
     load_vae(vae, scenario.directory / VAE_WEIGHTS)
     return vae
 

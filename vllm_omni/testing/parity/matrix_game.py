@@ -28,7 +28,6 @@ from vllm_omni.model_executor.models.matrix_game.state import ActionWindows, act
 from vllm_omni.model_executor.models.matrix_game.transformer import ActionBlock, ActionRow, MatrixGameTransformer
 from vllm_omni.model_executor.models.wan.chains import gated_add
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
-from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.image_condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder, clip_pixels
 from vllm_omni.model_executor.models.wan.layers import embed_time
@@ -40,7 +39,8 @@ from vllm_omni.model_executor.schedules import few_step_schedule, nearest_schedu
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 from vllm_omni.model_executor.weights import rename
-from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.comparison import Report, Scenario, check_recorded, run_scenarios
+from vllm_omni.testing.parity.lingbot_vae import recorded_vae
 from vllm_omni.testing.parity.windows import chronological, ends
 
 _FLOW, _PIXELS, _CONDITION, _DECODED, _T, _SIGMA = 2e-5, 1e-6, 1e-5, 5e-5, 1e-3, 1e-6
@@ -49,6 +49,8 @@ _META, _VAE, _CLIP = (
     "vae_tiny_weights_orig_names.safetensors",
     "clip_tiny_weights_orig_names.safetensors",
 )
+_CLIP_KEYS = ("image_size", "patch_size", "dim", "mlp_ratio", "num_heads", "num_layers", "out_dim")
+"""`out_dim` is the width of CLIP's projection, which the model's condition leaves out."""
 
 
 def verify(golden_dir: Path) -> Report:
@@ -358,16 +360,13 @@ def _grey(image_1C1HW: torch.Tensor, latents: int) -> torch.Tensor:
 
 
 def _vae(scenario: Scenario) -> StreamingWanVAE:
-    cfg = json.loads(scenario.meta("cfg"))
-    statistics = {f"latents_{name}": json.loads(scenario.meta(name)) for name in ("mean", "std")}
-    values = {("base_dim" if key == "dim" else key): value for key, value in cfg.items()}
-    vae = StreamingWanVAE(VAEConfig.from_dict({**values, **statistics}))
+    vae = StreamingWanVAE(recorded_vae(scenario))
     load_vae(vae, scenario.directory / _VAE)
     return vae
 
 
 def _clip(scenario: Scenario) -> ImageEncoder:
-    cfg = json.loads(scenario.meta("clip_cfg"))
+    cfg = check_recorded("clip_cfg", json.loads(scenario.meta("clip_cfg")), _CLIP_KEYS)
     encoder = ImageEncoder(
         {
             "hidden_size": cfg["dim"],

@@ -11,6 +11,7 @@ L2 of the difference over L2. Frame lists and controls are exact.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,17 @@ import torch
 from vllm_omni.actions import ActionFrame, read_actions
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.waypoint import autoencoders
-from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
+from vllm_omni.model_executor.models.waypoint.checkpoint import (
+    AUTOENCODER_KEYS,
+    load_autoencoder,
+    load_transformer,
+)
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
 from vllm_omni.model_executor.models.waypoint.state import FrameRings
 from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, FrequencyTables, WaypointTransformer
 from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.comparison import Report, Scenario, check_recorded, run_scenarios
 
 _FP32, _TABLES, _TAEHV, _BF16_RELATIVE = 5e-5, 1e-6, 2e-5, 3e-2
 _LEVELS, _SHARE = 1.0, 1e-3
@@ -58,7 +63,9 @@ class Rollout:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.config = WaypointConfig.from_checkpoint(json.loads(scenario.meta("cfg")))
+        cfg = json.loads(scenario.meta("cfg"))
+        check_recorded("cfg", cfg, WaypointConfig.known_keys())
+        self.config = WaypointConfig.from_checkpoint(cfg)
         self.bf16 = "bf16" in scenario.meta("dtype") or "bfloat16" in scenario.meta("dtype")
         self.sigmas: list[float] = json.loads(scenario.meta("sigmas"))
         dtype = torch.bfloat16 if self.bf16 else torch.float32
@@ -249,15 +256,10 @@ def run_image_autoencoder(scenario: Scenario) -> None:
     """Encode one image, decode one latent."""
     weights = open_tensors(scenario.directory / scenario.meta("weights"))
     halves: dict[str, torch.nn.Module] = {}
+    make: Callable[..., torch.nn.Module]
     for half, make in (("encoder", autoencoders.ImageEncoder), ("decoder", autoencoders.ImageDecoder)):
-        sizes = json.loads(scenario.meta(f"{half}_cfg"))
-        halves[half] = make(
-            sizes["latent_channels"],
-            sizes["ch_0"],
-            sizes["ch_max"],
-            sizes[f"{half}_blocks_per_stage"],
-            channels=sizes["channels"],
-        )
+        sizes = check_recorded(f"{half}_cfg", json.loads(scenario.meta(f"{half}_cfg")), AUTOENCODER_KEYS[half])
+        halves[half] = make(**sizes)
     load_autoencoder(torch.nn.ModuleDict(halves), weights, what="image autoencoder")
     if "encode.image_small" in scenario:
         image = _enlarged(scenario.get("encode.image_small").unsqueeze(0), autoencoders.IMAGE_SIZE)

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR worker on CUDA: vLLM's worker with the AR runner of the generation vLLM has chosen."""
 
+import functools
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 from vllm_omni.worker.ar.worker import ARWorkerMixin
+
+
+@functools.cache
+def first_generation_runner() -> type[Any]:
+    """Return the class; vLLM's runner is imported with the first call, as by its own worker."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    class ARGPUModelRunner(ARModelRunnerV1Mixin, GPUModelRunner):  # type: ignore[misc]
+        pass
+
+    return ARGPUModelRunner
 
 
 class ARGPUWorker(ARWorkerMixin, Worker):
@@ -21,9 +33,4 @@ class ARGPUWorker(ARWorkerMixin, Worker):
                 pass
 
             return ARGPUModelRunnerV2(self.vllm_config, self.device)
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        class ARGPUModelRunner(ARModelRunnerV1Mixin, GPUModelRunner):  # type: ignore[misc]
-            pass
-
-        return ARGPUModelRunner(self.vllm_config, self.device)
+        return first_generation_runner()(self.vllm_config, self.device)

@@ -46,7 +46,6 @@ class HiddenStateRows:
     num_layers: blocks of the model. layers: numbers of the available layers, the final one as `num_layers`.
     refusal: why this configuration cannot return hidden states, or None.
     copies: whether this rank's output reaches a scheduler; other ranks keep only the bookkeeping.
-    listens: False if the scheduler cannot carry rows to clients; requests for hidden states are then ignored.
     """
 
     def __init__(
@@ -56,13 +55,11 @@ class HiddenStateRows:
         refusal: str | None = None,
         *,
         copies: bool = True,
-        listens: bool = True,
     ) -> None:
         self.num_layers = num_layers
         self.layers = frozenset(layers)
         self.refusal = refusal
         self.copies = copies
-        self.listens = listens
         self.bytes_copied = 0
         """Bytes that went from the model's output to the host since start."""
         self._asked: dict[str, _Asked] = {}
@@ -78,8 +75,6 @@ class HiddenStateRows:
             for req_id in scheduler_output.finished_req_ids:
                 self._asked.pop(req_id, None)
                 self._failed.pop(req_id, None)
-        if not self.listens:
-            return
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is None or not new.sampling_params.extra_args:
                 continue

@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
 from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
-
-logger = init_logger(__name__)
 
 # Typed loosely: the runners wrap these methods in torch.inference_mode, which hides their signatures.
 _Runner: Any = object
@@ -155,24 +152,10 @@ class ARModelRunnerV2Mixin(_RowsMixin):
 
 def _make_rows(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateRows:
     """Decide which layers this engine's requests may ask for, and whether this rank copies them."""
-    if not _reaches_clients(vllm_config):
-        logger.warning_once(
-            "The AR worker returns no hidden states without --scheduler-cls "
-            "vllm_omni.core.sched.ARHiddenStatesScheduler; requests that ask for them get their text only"
-        )
-        return HiddenStateRows(taps.num_layers, (), None, listens=False)
     external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
     copies = external or get_tp_group().rank_in_group == 0
     layers = (*taps.layers, taps.num_layers)
     return HiddenStateRows(taps.num_layers, layers, _refusal(vllm_config), copies=copies)
-
-
-def _reaches_clients(vllm_config: VllmConfig) -> bool:
-    from vllm_omni.core.sched import ARHiddenStatesScheduler
-
-    if vllm_config.scheduler_config.scheduler_cls is None:
-        return False
-    return issubclass(vllm_config.scheduler_config.get_scheduler_cls(), ARHiddenStatesScheduler)
 
 
 def _refusal(vllm_config: VllmConfig) -> str | None:

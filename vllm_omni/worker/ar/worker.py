@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
 
 from vllm_omni.engine_arguments.check import check_config
+from vllm_omni.engine_arguments.refusals import AR_WORKER_CLS, check_ar_scheduler, check_diffusion_worker
 from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.model_executor.models.registry import ARCHITECTURES
 from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 
@@ -17,12 +19,25 @@ else:
     _Worker = object
 
 
+def check_model(vllm_config: VllmConfig) -> None:
+    """Raise ValueError in one line unless this worker fits; our config hook gives way to one of vLLM's own."""
+    from vllm_omni.core.sched import ARHiddenStatesScheduler
+
+    if vllm_config.model_config.architecture in ARCHITECTURES:
+        check_diffusion_worker(AR_WORKER_CLS)
+    chosen = vllm_config.scheduler_config
+    check_ar_scheduler(
+        chosen.scheduler_cls is not None and issubclass(chosen.get_scheduler_cls(), ARHiddenStatesScheduler)
+    )
+
+
 class ARWorkerMixin(_Worker):
     """Mix in before a vLLM worker class."""
 
     model_runner: ARModelRunnerV1Mixin | ARModelRunnerV2Mixin
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_model(vllm_config)
         check_config(Worker.AR, vllm_config)
         end_with_parent()
         super().__init__(vllm_config, *args, **kwargs)
@@ -38,6 +53,6 @@ class ARWorkerMixin(_Worker):
             "bytes_copied": rows.bytes_copied,
             "layers": sorted(rows.layers),
             "num_layers": rows.num_layers,
-            "delivers": rows.listens and rows.copies,
+            "delivers": rows.copies,
             "runner": type(self.model_runner).__name__,
         }

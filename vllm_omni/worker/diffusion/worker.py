@@ -15,6 +15,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_omni.engine_arguments.refusals import WORKER_CLS, check_ar_worker
+from vllm_omni.model_executor.models.registry import ARCHITECTURES
 from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
 from vllm_omni.worker.diffusion.liveness import Watchdog, answers_steps, failing_together, watch_other_ranks
@@ -42,6 +44,8 @@ class DiffusionWorkerMixin(_Worker):
         self._watchdog: Watchdog | None = None
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
+        if self.vllm_config.model_config.architecture not in ARCHITECTURES:  # our config hook gives way to vLLM's own
+            check_ar_worker(WORKER_CLS)
         return DiffusionGPUModelRunner(self.vllm_config, self.device)
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ from causal_wan_driver import (
     stream,
 )
 from helpers.unreachable_weights import offloaded_out_of_reach
+from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState, SupportsStepExecution
@@ -291,3 +292,12 @@ def test_global_attention_ends_with_its_buffer(causal_wan: Path) -> None:
         run_chunk(model, session, prompt="a beach")
     with pytest.raises(RequestFailed, match="session_full"):
         model.prepare_encode(make_request(session))
+
+
+@pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
+def test_a_parameter_without_effect_is_refused(model: CausalWan, field: str) -> None:
+    """By name, so that a client does not believe that it did something."""
+    session = open_session(model)
+    with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
+        model.prepare_encode(make_request(session, prompt="a beach", **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
+    assert refused.value.code == "invalid_request"

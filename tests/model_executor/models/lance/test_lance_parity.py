@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni verify lance` on the recorded directory, and that it notices damage."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -111,3 +112,14 @@ def test_the_command_reports_and_fails_for_an_empty_directory(
         main(["verify", "lance", "--golden", str(tmp_path)])
     assert exit_status.value.code == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["llm", "vit", "latent"])
+def test_an_unknown_recorded_setting_is_refused(part: str, tmp_path: Path) -> None:
+    """A comparison that left it out would be one of another network."""
+    for name in ("golden_fp32.safetensors", *_BESIDE):
+        shutil.copyfile(GOLDEN / name, tmp_path / name)
+    meta = json.loads((tmp_path / "meta_fp32.json").read_text())
+    meta["config"][part]["swirl"] = 3
+    (tmp_path / "meta_fp32.json").write_text(json.dumps(meta))
+    assert f"config.{part} has settings that are not understood: swirl" in verify(tmp_path).to_text()

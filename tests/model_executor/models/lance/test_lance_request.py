@@ -95,6 +95,9 @@ def test_a_contradiction_is_refused(fields: dict[str, Any], tensors: dict[str, t
         ({"num_frames": 200}, "unsupported_size", "above 121"),
         ({"num_frames": 9, "num_images": 2}, "invalid_request", "num_images"),
         ({"guidance_scale": 3.0, "options": {"cfg_text_scale": 4.0}}, "invalid_request", "contradicts"),
+        ({"actions": [["w"]]}, "invalid_request", "does not use actions"),
+        ({"fps": 12.0}, "invalid_request", "does not use fps"),
+        ({"num_frames": 9, "options": {"task": "t2i"}}, "invalid_request", "does not use num_frames"),
     ],
 )
 def test_a_drawing_out_of_range_is_refused(fields: dict[str, Any], code: str, message: str) -> None:
@@ -197,3 +200,14 @@ def test_an_answer_may_not_be_longer_than_served() -> None:
     request = params(options={"task": "x2t_image", "max_tokens": 5000})
     with pytest.raises(RequestFailed, match="above this server's 2048"):
         read_question(request, parse_request_options(request), "x2t_image", IMAGE, LanceOptions())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_inference_steps": 5}, {"guidance_scale": 2.0}, {"negative_prompt": "fog"}, {"height": 64}, {"fps": 8.0}],
+)
+def test_a_question_takes_no_parameters_of_images(fields: dict[str, Any]) -> None:
+    """They would have no effect on a text."""
+    request = params(options={"task": "t2t"}, **fields)
+    with pytest.raises(RequestFailed, match=f"does not use {next(iter(fields))}"):
+        read_question(request, parse_request_options(request), "t2t", {}, LanceOptions())

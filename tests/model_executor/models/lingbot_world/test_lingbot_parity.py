@@ -212,3 +212,12 @@ def test_an_architecture_never_seen_before_is_verified(
     report = verify(tmp_path)
     assert report.ok, report.to_text()
     assert {row.stage for row in report.rows} >= {"flow", "latents", "self-attention K/V", "cache ends", "timesteps"}
+
+
+def test_an_unknown_recorded_setting_of_the_vae_is_refused(tmp_path: Path) -> None:
+    """A comparison that left it out would be one of another network."""
+    path = copy(tmp_path, "vae.safetensors") / "vae.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    save_file(load_file(path), path, {**metadata, "cfg": json.dumps(json.loads(metadata["cfg"]) | {"swirl": 3})})
+    assert "VAE config has unknown keys swirl" in verify(tmp_path).to_text()

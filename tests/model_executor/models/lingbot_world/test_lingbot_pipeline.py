@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.unreachable_weights import offloaded_out_of_reach
+from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
@@ -517,3 +518,12 @@ def test_the_first_frame_moves_or_stands_as_served(world: LingBotWorld) -> None:
     assert torch.equal(stands.relative_F44[0], torch.eye(4, dtype=torch.float64))
     assert torch.equal(stands.relative_F44[1:], moves.relative_F44[1:])
     assert torch.equal(stands.tail.pose_44, moves.tail.pose_44)
+
+
+@pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
+def test_a_parameter_without_effect_is_refused(world: LingBotWorld, field: str) -> None:
+    """By name, so that a client does not believe that it did something."""
+    session = open_session(world)
+    with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
+        world.prepare_encode(make_request(world, session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
+    assert refused.value.code == "invalid_request"

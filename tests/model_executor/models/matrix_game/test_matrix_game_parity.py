@@ -99,3 +99,20 @@ def test_a_missing_stage_of_a_call_is_noticed(tmp_path: Path) -> None:
     save_file({name: t for name, t in load_file(path).items() if name != "call03.flow"}, path, metadata)
     assert not verify(tmp_path).ok
     assert torch.is_tensor(load_file(path)["call02.flow"])
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("cfg", "VAE config has unknown keys swirl"),
+        ("clip_cfg", "clip_cfg has settings that are not understood: swirl"),
+    ],
+)
+def test_an_unknown_recorded_setting_is_refused(key: str, complaint: str, tmp_path: Path) -> None:
+    """Of the VAE and of CLIP: a comparison that left it out would be one of another network."""
+    copy(tmp_path, "condition.safetensors")
+    path = tmp_path / "condition.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    save_file(load_file(path), path, {**metadata, key: json.dumps(json.loads(metadata[key]) | {"swirl": 3})})
+    assert complaint in verify(tmp_path).to_text()

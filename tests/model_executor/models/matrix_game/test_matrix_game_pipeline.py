@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.unreachable_weights import offloaded_out_of_reach
+from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from matrix_game_driver import (
     HEIGHT,
     WIDTH,
@@ -314,3 +315,12 @@ def test_a_first_chunk_needs_an_image(universal: MatrixGame) -> None:
     with pytest.raises(RequestFailed, match="needs an image") as refused:
         universal.prepare_encode(request)
     assert refused.value.code == "missing_image"
+
+
+@pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
+def test_a_parameter_without_effect_is_refused(universal: MatrixGame, field: str) -> None:
+    """By name, so that a client does not believe that it did something."""
+    session = open_session(universal)
+    with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
+        universal.prepare_encode(make_request(session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
+    assert refused.value.code == "invalid_request"

@@ -64,3 +64,31 @@ def test_another_frame_list_is_noticed(tmp_path: Path) -> None:
     change(path, frames=frames)
     report = verify(tmp_path)
     assert any("visible frames" in (row.error or "") for row in report.rows), report.to_text()
+
+
+def add_setting(path: Path, key: str, **settings: Any) -> None:
+    """Change the JSON object `key` of the metadata."""
+    with safe_open(path, "pt") as file:
+        change(path, **{key: json.loads(file.metadata()[key]) | settings})
+
+
+def test_every_recorded_argument_of_the_image_encoder_is_used(tmp_path: Path) -> None:
+    """An encoder that was recorded without its unused log-variance head is built without it."""
+    path = copy(tmp_path, "wp1_ae")
+    weights = tmp_path / "wp1_ae_tiny_weights.safetensors"
+    kept = {name: tensor for name, tensor in load_file(weights).items() if "conv_out_logvar" not in name}
+    assert len(kept) < len(load_file(weights))
+    save_file(kept, weights)
+    add_setting(path, "encoder_cfg", skip_logvar=True)
+    report = verify(tmp_path)
+    assert {row.scenario for row in report.rows if row.ok} == {"wp1_ae"} and report.ok, report.to_text()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "key"), [("wp1_ae", "encoder_cfg"), ("wp1_ae", "decoder_cfg"), ("wp15_rollout", "cfg")]
+)
+def test_an_unknown_recorded_setting_is_refused(tmp_path: Path, scenario: str, key: str) -> None:
+    """A comparison that left it out would be one of another network."""
+    add_setting(copy(tmp_path, scenario), key, swirl=3)
+    report = verify(tmp_path)
+    assert f"{key} has settings that are not understood: swirl" in report.to_text()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.host_capture import hold
+from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from waypoint_driver import (
     HEIGHT,
     WIDTH,
@@ -246,3 +247,12 @@ def test_bad_requests_are_refused_and_change_nothing(
         world.prepare_encode(make_request(session, tensors, **params))
     assert refused.value.code == code
     assert_same(session, before)
+
+
+@pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
+def test_a_parameter_without_effect_is_refused(world: Waypoint, field: str) -> None:
+    """By name, so that a client does not believe that it did something."""
+    session = open_session(world)
+    with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
+        world.prepare_encode(make_request(session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
+    assert refused.value.code == "invalid_request"

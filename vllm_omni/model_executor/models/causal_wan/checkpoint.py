@@ -24,6 +24,7 @@ from vllm_omni.model_executor.models.causal_wan.releases import (
 )
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, has_components
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, stored_sizes
+from vllm_omni.model_executor.root_config import is_root_config
 from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json, unknown_state
 from vllm_omni.model_executor.weights import rename
 
@@ -54,7 +55,9 @@ class CheckpointLayout(WanComponents):
         what it leaves open.
         """
         folder = self.transformer if self.kind == "diffusers" else self.root
-        stored = read_json(folder / "config.json") if (folder / "config.json").exists() else self._config_of_weights()
+        stored = read_json(folder / "config.json") if (folder / "config.json").exists() else None
+        if stored is None or is_root_config(stored):
+            stored = self._config_of_weights()
         return with_settings(stored, self.origin.transformer)
 
     def _config_of_weights(self) -> dict[str, Any]:

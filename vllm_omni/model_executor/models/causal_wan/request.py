@@ -17,7 +17,14 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Source, Standing, StreamSession, StreamShape
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.streaming.request import check_tensors, check_unchanged, read_image, read_seed, read_size
+from vllm_omni.model_executor.streaming.request import (
+    check_tensors,
+    check_unchanged,
+    check_unused,
+    read_image,
+    read_seed,
+    read_size,
+)
 from vllm_omni.outputs import RequestFailed
 
 _TENSORS = ("video", "image", "latents")
@@ -46,7 +53,7 @@ def read_chunk(
     params = request.params
     session.window.check_fits(session.plan.frames(standing.chunk_index))
     check_unchanged(params, session.shape, {"options.source": (_options(params).source, session.shape.source)})
-    _check_unused(params)
+    check_unused(params, actions=False)
     check_tensors(request.tensors, _TENSORS)
     prompt = standing.prompt if params.prompt is None else params.prompt
     if not prompt:
@@ -65,19 +72,6 @@ def _options(params: DiffusionParams) -> ChunkOptions:
         return parse_options(ChunkOptions, params.options, "options")
     except ValueError as error:
         raise RequestFailed("invalid_request", str(error)) from error
-
-
-def _check_unused(params: DiffusionParams) -> None:
-    for name, sent in (
-        ("actions", params.actions),
-        ("negative_prompt", params.negative_prompt),
-        ("num_inference_steps", params.num_inference_steps),
-        ("guidance_scale", params.guidance_scale),
-    ):
-        if sent is not None:
-            raise RequestFailed(
-                "invalid_request", f"{name} means nothing to this model (distilled, without a camera): leave it out"
-            )
 
 
 def _read_video(video: torch.Tensor | None, session: StreamSession, chunk_index: int) -> torch.Tensor | None:

@@ -171,6 +171,12 @@ class LanceConfig:
         tower = VisionConfig.from_dict(vision or values.get("vision_config") or {})
         return cls(**fields, **latent, vision=tower, special=special)
 
+    @staticmethod
+    def checkpoint_keys() -> frozenset[str]:
+        """Return the keys of `llm_config.json` that `from_checkpoint` reads."""
+        groups = ("rope_scaling", "rope_parameters", "vision_config")
+        return frozenset((*_RENAMED, *_REQUIRED, *_SPECIAL_KEYS, *groups))
+
 
 _RENAMED = {
     "hidden_size": "hidden_size",

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from vllm_omni.config import parse_options
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, refuse_unused
 from vllm_omni.model_executor.models.lance.config import (
     DEFAULTS,
     EDIT_TASKS,
@@ -211,6 +211,11 @@ def _wanted(params: DiffusionParams, options: RequestOptions) -> str:
     return "video" if params.num_frames is not None else "image"
 
 
+_DRAWING_FIELDS = (
+    *("prompt", "seed", "height", "width", "negative_prompt", "num_images", "num_inference_steps", "guidance_scale"),
+)
+
+
 def read_drawing(
     params: DiffusionParams,
     options: RequestOptions,
@@ -237,6 +242,7 @@ def read_drawing(
             )
     else:
         grid = drawing_grid(params, task, config, served)
+    refuse_unused(params, (*_DRAWING_FIELDS, *(("num_frames", "fps") if task in VIDEO_TASKS else ())))
     if task in VIDEO_TASKS and params.num_images != 1:
         raise _invalid(f"num_images is for images, got {params.num_images} with {task}")
     if options.cfg_img_scale != 1.0 and task not in EDIT_TASKS:
@@ -283,8 +289,9 @@ def read_question(
     )
     if not prompt.strip():
         raise _invalid("prompt must not be empty: ask something, or leave it out for a description")
-    if params.negative_prompt is not None or params.num_images != 1 or params.output != "rgb":
-        raise _invalid("understanding takes no negative_prompt, num_images or output")
+    refuse_unused(params, ("prompt", "seed"))
+    if params.output != "rgb":
+        raise _invalid("understanding makes text: leave output out")
     if options.picture_turn is not None and (task == "t2t" or options.picture_turn >= len(options.turns)):
         raise _invalid(
             f"options.picture_turn {options.picture_turn}: there are {len(options.turns)} turns"

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig, Version
 from vllm_omni.model_executor.models.lingbot_world.weights import CAMERA_TENSOR, config_of_tensors
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
+from vllm_omni.model_executor.root_config import is_root_config
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
@@ -127,7 +128,8 @@ def _weights(folder: Path, root: Path) -> Path:
 def _own_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a transformer's folder; empty if there is none."""
     path = folder / "config.json"
-    return read_json(path) if path.exists() else {}
+    values = read_json(path) if path.exists() else {}
+    return {} if is_root_config(values) else values
 
 
 def _stated_config(transformer: Path) -> dict[str, Any]:

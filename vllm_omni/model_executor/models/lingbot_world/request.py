@@ -22,7 +22,13 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
-from vllm_omni.model_executor.streaming.request import check_tensors, check_unchanged, read_image, read_seed
+from vllm_omni.model_executor.streaming.request import (
+    check_tensors,
+    check_unchanged,
+    check_unused,
+    read_image,
+    read_seed,
+)
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.movement import Motion, world_pose
 from vllm_omni.worlds.served import ServedWorld
@@ -83,6 +89,7 @@ def read_chunk(
     """Check one chunk's request against its session. world: of a `world` model. Raises `RequestFailed`."""
     params = request.params
     session.window.check_fits(session.next_frames())
+    check_unused(params, actions=True)
     check_unchanged(params, session.shape, {})
     check_tensors(request.tensors, _TENSORS[control])
     keeps_prompt = params.prompt is None or (served.choices.prompt_switch == "ignore" and session.prompt is not None)

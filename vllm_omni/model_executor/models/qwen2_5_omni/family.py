@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.engine_arguments.refusals import AR_SCHEDULER_CLS, AR_WORKER_CLS
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import is_checkpoint, read_config, stored_dtype
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
-    AR_SCHEDULER_CLS,
-    AR_WORKER_CLS,
     THINKER_GPU_SHARE,
     StageOptions,
     Token2WavModelOptions,

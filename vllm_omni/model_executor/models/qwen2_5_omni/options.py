@@ -10,9 +10,6 @@ import msgspec
 
 from vllm_omni.config import parse_options
 
-AR_WORKER_CLS = "vllm_omni.worker.ARGPUWorker"
-AR_SCHEDULER_CLS = "vllm_omni.core.sched.ARHiddenStatesScheduler"
-
 THINKER_GPU_SHARE = 0.65
 """`gpu_memory_utilization` of the thinker; the other engines take a quarter of the GPU."""
 

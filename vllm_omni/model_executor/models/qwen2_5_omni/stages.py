@@ -13,10 +13,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_omni.engine_arguments.refusals import AR_SCHEDULER_CLS, AR_WORKER_CLS
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import read_config, stored_dtype
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
-    AR_SCHEDULER_CLS,
-    AR_WORKER_CLS,
     THINKER_GPU_SHARE,
     StageOptions,
 )

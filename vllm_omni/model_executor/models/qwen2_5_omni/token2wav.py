@@ -20,7 +20,7 @@ from transformers import Qwen2_5OmniToken2WavConfig, Qwen2_5OmniToken2WavModel
 from vllm.config import VllmConfig
 
 from vllm_omni.config import OmniConfig, parse_options
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, refuse_unused
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
 from vllm_omni.model_executor.models.qwen2_5_omni.flow import FlowSolver
@@ -97,6 +97,7 @@ class Token2WavPipeline(StepPipeline):
 
     def prepare_encode(self, request: Request) -> None:
         params = request.params
+        refuse_unused(params, ("seed", "num_inference_steps", "guidance_scale"))
         try:
             options = parse_options(Token2WavRequestOptions, params.options, "options")
         except ValueError as error:

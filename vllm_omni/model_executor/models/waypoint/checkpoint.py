@@ -47,7 +47,7 @@ _TAEHV_WIDTHS: Final = ("encoder.0", "decoder.1", "decoder.8", "decoder.14", "de
 LAYOUTS = ("v1_5", "v1")
 """The released layouts, by the names `make-tiny` takes."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
-_HALVES: Final[Mapping[str, tuple[str, ...]]] = {
+AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "encoder": ("latent_channels", "ch_0", "ch_max", "encoder_blocks_per_stage", "channels", "skip_logvar"),
     "decoder": ("latent_channels", "ch_0", "ch_max", "decoder_blocks_per_stage", "channels"),
 }
@@ -170,7 +170,7 @@ class CheckpointLayout:
     def require(self, config: WaypointConfig) -> None:
         """Raise ValueError of one line unless the pieces that `config` needs are there with their weights."""
         streams = config.temporal_compression > 1
-        images = [(f"{IMAGES_FOLDER}/{half}.safetensors",) for half in _HALVES]
+        images = [(f"{IMAGES_FOLDER}/{half}.safetensors",) for half in AUTOENCODER_KEYS]
         pieces = [(WEIGHTS_FILE,), *([TAEHV_FILES] if streams else images)]
         pieces += [(f"{TEXT_FOLDER}/*.safetensors",)] if config.prompted else []
         missing = [" or ".join(places) for places in pieces if not any(any(self.root.glob(place)) for place in places)]
@@ -190,7 +190,7 @@ class CheckpointLayout:
             encoder, *decoder = (shapes[f"{name}.weight"][0] for name in _TAEHV_WIDTHS)
             return {"encoder_width": encoder, "decoder_widths": decoder}
         folder, sizes = self.root / IMAGES_FOLDER, {}
-        for half, keys in _HALVES.items():
+        for half, keys in AUTOENCODER_KEYS.items():
             if (folder / f"{half}_conf.yml").is_file():
                 stored = read_config(folder, f"{half}_conf.yml")
                 sizes[half] = {key: stored[key] for key in keys if key in stored}

@@ -176,10 +176,14 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         given = {key: value for key, value in values.items() if value is not None}
         check_implemented(values, "config.yaml", _IMPLEMENTED)
-        known = {*cls.__struct_fields__, *_IMPLEMENTED, *_UNUSED}
-        if unknown := sorted(set(map(str, values)) - known):
+        if unknown := sorted(set(map(str, values)) - cls.known_keys()):
             logger.warning("config.yaml has keys that this model does not read: %s", ", ".join(unknown[:8]))
         return parse_options(cls, given, "config.yaml")
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Return the keys of a `config.yaml` that are read, checked, or known to concern only training."""
+        return frozenset((*cls.__struct_fields__, *_IMPLEMENTED, *_UNUSED))
 
 
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {

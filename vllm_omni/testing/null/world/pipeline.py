@@ -25,7 +25,7 @@ from vllm.config import VllmConfig
 
 from vllm_omni.actions import ActionRows, read_actions
 from vllm_omni.config import OmniConfig, parse_options
-from vllm_omni.inputs import DiffusionParams, Text
+from vllm_omni.inputs import DiffusionParams, Text, refuse_unused
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
@@ -154,6 +154,7 @@ class NullWorldPipeline(StepPipeline):
 
     def prepare_encode(self, request: Request) -> None:
         session = request.session
+        refuse_unused(request.params, ("prompt", "seed", "height", "width", "actions"))
         try:
             options = parse_options(NullOptions, request.params.options, "options")
         except ValueError as error:

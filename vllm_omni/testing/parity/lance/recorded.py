@@ -17,7 +17,7 @@ import torch
 
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.lance.config import LanceConfig
+from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
 from vllm_omni.model_executor.models.lance.context import PlacedSegment, Visuals
 from vllm_omni.model_executor.models.lance.prompt import VISION_END, VISION_START, PromptTokens
 from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
@@ -25,8 +25,15 @@ from vllm_omni.model_executor.models.lance.sampling import TokenChoice
 from vllm_omni.model_executor.models.lance.stepper import Stepper
 from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.vision import VisionTower
-from vllm_omni.testing.parity.comparison import Scenario, read_tensors
+from vllm_omni.testing.parity.comparison import Scenario, check_recorded, read_tensors
 
+_LATENT_SETTINGS = {"latent_patch_size": [1, 1, 1], "z_channels": 48, "max_num_frames": None, "max_latent_size": None}
+"""Recorded settings of the latents; None = any value."""
+_OTHER_LLM_KEYS = (
+    *("max_position_embeddings", "tie_word_embeddings", "_attn_implementation", "image_token_id"),
+    *("layer_module", "qk_norm", "qk_norm_und", "qk_norm_gen", "apply_qwen_2_5_vl_pos_emb"),
+)
+"""Recorded keys of the language model that change nothing in the comparison, or that Lance has no choice about."""
 STAGE, LATENT, TABLE, VAE = 2e-5, 1e-4, 1e-6, 2e-5
 _BF16 = 2e-2
 WEIGHTS = "state_dict.safetensors"
@@ -38,7 +45,13 @@ class ToyModel:
     def __init__(self, directory: Path, precision: str, dtype: torch.dtype) -> None:
         meta = json.loads((directory / f"meta_{precision}.json").read_text())
         values = meta["config"]
-        latent = values["latent"]
+        check_recorded("config.llm", values["llm"], (*LanceConfig.checkpoint_keys(), *_OTHER_LLM_KEYS))
+        vision_keys = (*VisionConfig.__dataclass_fields__, "in_chans", "hidden_act")
+        check_recorded("config.vit", values["vit"], vision_keys)
+        latent = check_recorded("config.latent", values["latent"], _LATENT_SETTINGS)
+        for key, allowed in _LATENT_SETTINGS.items():
+            if allowed not in (None, latent.get(key, allowed)):
+                raise ValueError(f"config.latent has {key} = {latent[key]!r}; Lance has {allowed!r}")
         self.packing: dict[str, Any] = meta.get("packing", {})
         self.special: dict[str, int] = values["specials"]
         self.vocabulary: dict[str, int] = {**meta["toy_vocab"], **self.special}

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of image and video models, which no streaming model uses."""
+
+from typing import Any, Final
+
+IMAGE_AND_VIDEO_PARAMS: Final[dict[str, Any]] = {
+    "negative_prompt": "fog",
+    "num_frames": 9,
+    "num_inference_steps": 9,
+    "guidance_scale": 5.0,
+    "num_images": 2,
+    "fps": 8.0,
+}
