@@ -41,7 +41,7 @@ from training.tiny_world.render import Renderer
 from training.tiny_world.truth import HELD_OUT, Truth, unit
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import STEP_M, free_places, key_bits, random_walks, scripted_walks
-from vllm_omni.model_executor.models.lingbot_world.camera import YAW_DEGREES
+from vllm_omni.worlds.movement import YAW_DEGREES
 
 TURN_LATENTS, STEP_LATENTS, AWAY_LATENTS = 20, 8, 6
 SWITCH_AT, SWITCH_LATENTS = 6, 12

@@ -60,7 +60,7 @@ def test_a_far_clip_of_unknown_pose_is_shown_before_it_is_gone_on_with(taught: l
 
 
 def test_roll_outs_serve_several_updates_with_other_steps_and_crops(taught: list[str]) -> None:
-    """A crop keeps the roll-out's first frames and leaves out a multiple of three; its clips are rows of the roll-out."""
+    """A crop keeps the roll-out's first frames and leaves out a multiple of three; its clips are the roll-out's."""
     trainer = _trainer([*taught, "--crop", "6", "--start", "0", "--far", "0"])
     rollouts = RollOuts(trainer, reuse=3, given=0, batch=6)
     rolled = []

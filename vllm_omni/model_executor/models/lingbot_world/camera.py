@@ -45,18 +45,25 @@ ACTION_SPACE = msgspec.structs.replace(
         ),
         Axis(name="yaw", title="look right", unit="degrees per latent frame", low=-_DEGREES, high=_DEGREES),
         Axis(name="pitch", title="look up", unit="degrees per latent frame", low=-_DEGREES, high=_DEGREES),
-        *(
-            Axis(
-                name=name,
-                title=f"look {to}",
-                unit="degrees",
-                kind="motion",
-                low=-_DEGREES,
-                high=_DEGREES,
-                mouse=mouse,
-                scale=scale,
-            )
-            for name, to, mouse, scale in (("turn", "right", "x", 0.12), ("look", "up", "y", -0.12))
+        Axis(
+            name="turn",
+            title="look right",
+            unit="degrees",
+            kind="motion",
+            low=-_DEGREES,
+            high=_DEGREES,
+            mouse="x",
+            scale=0.12,
+        ),
+        Axis(
+            name="look",
+            title="look up",
+            unit="degrees",
+            kind="motion",
+            low=-_DEGREES,
+            high=_DEGREES,
+            mouse="y",
+            scale=-0.12,
         ),
     ),
 )

@@ -27,12 +27,12 @@ def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Te
 
     intrinsics_F4: fx, fy, cx, cy in pixels of the output.
     """
-    like = {"dtype": intrinsics_F4.dtype, "device": intrinsics_F4.device}
+    dtype, device = intrinsics_F4.dtype, intrinsics_F4.device
     rows, columns = height // _TOKEN_PIXELS, width // _TOKEN_PIXELS
     spacing = _TOKEN_PIXELS / _POINTS
     fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_F4.unbind(1))
-    x_FU = ((torch.arange(columns * _POINTS, **like) + 0.5) * spacing - cx) / fx
-    y_FV = ((torch.arange(rows * _POINTS, **like) + 0.5) * spacing - cy) / fy
+    x_FU = ((torch.arange(columns * _POINTS, dtype=dtype, device=device) + 0.5) * spacing - cx) / fx
+    y_FV = ((torch.arange(rows * _POINTS, dtype=dtype, device=device) + 0.5) * spacing - cy) / fy
     frames = len(intrinsics_F4)
     shape = (frames, rows, columns, _POINTS, _POINTS)
     x = x_FU.view(frames, 1, columns, 1, _POINTS).expand(shape)
