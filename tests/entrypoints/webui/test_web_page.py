@@ -328,7 +328,7 @@ ACTIVE = "document.activeElement.id"
 
 
 def test_after_a_click_the_keyboard_is_the_worlds_again(page: Page, engine: FakeEngine) -> None:
-    """Space pauses instead of pressing a button once more, arrows look instead of moving a slider, W walks after Enter."""
+    """Space pauses instead of pressing a button once more, arrows look instead of moving a slider."""
     begin(page)
     for control in ("#overlay", "#pause", "#pause", ".hud summary"):
         page.click(control)
