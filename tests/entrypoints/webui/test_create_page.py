@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of servers that serve no world: headless Chromium, the real OpenAI routes, an engine that answers at once."""
+"""The page of servers that serve no world: headless Chromium, real routes, an engine that answers at once."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
