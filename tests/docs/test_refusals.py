@@ -159,6 +159,18 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> what cannot be configured if it is true."""
 
 HELD_BY = {
+    # realtime_video.md
+    "one beyond their range is refused": (
+        "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
+    ),
+    # realtime_world_camera.md
+    "A start pose in a later request, or for a model without world poses": (
+        "tests/environments/test_world_env.py::test_a_start_pose_needs_a_world_with_poses"
+    ),
+    # web_page.md
+    "is refused at once, a larger picture than the server takes is scaled down": (
+        "tests/entrypoints/webui/test_web_page.py::test_a_file_that_is_no_picture_does_not_become_a_tile"
+    ),
     # lance.md, online
     "Tools, `logprobs`, penalties and other formats are refused": (
         "tests/entrypoints/openai/test_chat_request.py::test_what_these_models_cannot_do_names_the_field"

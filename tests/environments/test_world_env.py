@@ -92,6 +92,14 @@ def test_an_episode_that_is_long_enough_begins_anew(llm: Any) -> None:
     env.close()
 
 
+def test_a_start_pose_needs_a_world_with_poses(env: WorldVectorEnv) -> None:
+    """A model that receives relative motion alone refuses one by name; poses are then unknown."""
+    start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 0.0}
+    with pytest.raises(RequestFailed, match="start_pose"):
+        env.reset(options={"start_pose": start})
+    assert np.isnan(env.reset(seed=1)[1]["world_poses"]).all()
+
+
 def test_some_environments_begin_anew(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     before = env.step(keys(env, "w", "w", "w"))[0]

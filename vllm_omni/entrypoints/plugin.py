@@ -91,9 +91,8 @@ class OmniEndpoints:
         self._stop.attach(app)
         self._watch.attach(app)
         self._operations.attach(app)
-        BrowserAccess(configured_keys(app.state.args)).attach(
-            app, open_paths=pages.attach(app, Path(app.state.args.model))
-        )
+        open_paths = pages.attach(app, Path(app.state.args.model), lambda: self._openai.served.capabilities.is_world)
+        BrowserAccess(configured_keys(app.state.args)).attach(app, open_paths=open_paths)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it

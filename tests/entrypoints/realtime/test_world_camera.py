@@ -127,6 +127,17 @@ def test_mp4_messages_play_alone(client: Client) -> None:
         assert abs(int(frames_THWC[3, 16, 24, 0]) - (message["first_frame"] + 3)) <= 3
 
 
+@pytest.mark.parametrize(("scale", "size"), [(1, (32, 48)), (4, (128, 192)), (8, (256, 384))])
+def test_a_file_beside_the_frames_may_be_larger(client: Client, scale: int, size: tuple[int, int]) -> None:
+    """For recordings of small worlds: each pixel becomes a square."""
+    message = infer()
+    message["extra_body"] |= {"with_mp4": True, "mp4_scale": scale}
+    client.send(message)
+    [reply] = client.frames()
+    assert decode_mp4(reply["mp4"])[0].shape == (FIRST, *size, 3)
+    assert reply["video"].shape == (FIRST, 32, 48, 3)
+
+
 def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
     """`jpeg` gives a list of files."""
     client.send(infer(extra_body={"height": 32, "width": 48, "video_format": "jpeg", "frames_per_chunk": 4}))

@@ -243,3 +243,18 @@ def test_the_start_image_is_shown_at_once(page: Page, engine: FakeEngine, shape:
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
     page.wait_for("document.querySelector('#notices').hidden")
     assert page.run("document.querySelector('#view').getContext('2d').getImageData(40, 24, 1, 1).data[1] < 40")
+
+
+def test_full_screen_shows_the_picture_alone_as_large_as_it_can(page: Page) -> None:
+    """Nothing but the picture, up to two edges of the screen; afterwards everything is back."""
+    be(page, (1280, 800))
+    begin(page)
+    page.click("#full")
+    page.wait_for("document.fullscreenElement !== null")
+    settle(page)
+    view = box(page, "#view")
+    width, height = page.run("[innerWidth, innerHeight]")
+    assert max((view["right"] - view["left"]) / width, (view["bottom"] - view["top"]) / height) > 0.99
+    assert not page.run("document.querySelector('.tools').offsetParent !== null")
+    page.press("f")
+    page.wait_for("document.fullscreenElement === null && document.querySelector('.tools').offsetParent !== null")

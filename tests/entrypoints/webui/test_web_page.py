@@ -24,6 +24,7 @@ from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.start_pose import StartPose
 
 PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
+STATUS = "document.querySelector('#status').textContent"
 STALLS = f"{PARTS}.then(({{ app }}) => app.player.numStalls)"
 
 
@@ -108,9 +109,44 @@ def test_an_own_picture_can_be_dropped_in(page: Page, engine: FakeEngine) -> Non
     page.run(f"{drop}('application/pdf')")
     assert "PNG" in page.wait_for("!notices.hidden && notices.textContent")
     page.run(f"{drop}('image/png')")
-    assert page.text(".upload .caption") == "mine.png"
+    page.wait_for("document.querySelector('.upload .caption').textContent === 'mine.png'")
     begin(page)
     assert np.abs(engine.chunks[0].arrays["image"].mean((0, 1)) - [0, 255, 0]).max() < 3
+
+
+CHOOSE = """((name, type, bytes) => { const dataTransfer = new DataTransfer();
+    dataTransfer.items.add(new File([bytes], name, { type }));
+    document.querySelector("#stage").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true })); })"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("broken.png", "image/png", "broken.png is no picture that can be read"),
+        ("IMG_1.HEIC", "image/heic", "Browsers cannot read HEIC pictures"),
+        ("IMG_2.heic", "", "Browsers cannot read HEIC pictures"),
+    ],
+)
+def test_a_file_that_is_no_picture_does_not_become_a_tile(page: Page, name: str, kind: str, said: str) -> None:
+    """It is refused with the reason when it is chosen, not when the world begins."""
+    page.run(f"{CHOOSE}({name!r}, {kind!r}, new Uint8Array([1, 2, 3]))")
+    page.wait_for("!notices.hidden")
+    assert said in page.text("#notices")
+    assert not page.run("document.querySelector('.upload').classList.contains('has-image')")
+    page.errors.clear()
+
+
+def test_a_large_picture_is_scaled_down_in_the_browser(page: Page, engine: FakeEngine) -> None:
+    """Noise of 3000 x 1500 pixels, more bytes than the server takes, arrives as a picture of 2048 x 1024."""
+    page.run(f"""(async () => {{ const canvas = new OffscreenCanvas(3000, 1500), c = canvas.getContext("2d");
+        const image = c.createImageData(3000, 1500);
+        image.data.forEach((_, i) => (image.data[i] = i % 4 === 3 ? 255 : 96 + 64 * Math.random()));
+        c.putImageData(image, 0, 0); const blob = await canvas.convertToBlob({{ type: "image/png" }});
+        {CHOOSE}("large.png", "image/png", blob); }})()""")
+    page.wait_for("document.querySelector('.upload img').naturalWidth === 2048")
+    assert page.run("document.querySelector('.upload img').naturalHeight") == 1024
+    begin(page)
+    assert engine.chunks[0].arrays["image"].mean() == pytest.approx(128, abs=5)
 
 
 # ---- a world with a card ---------------------------------------------------------------------------------------------
@@ -159,15 +195,16 @@ def test_prompt_buttons_change_the_world_in_mid_walk(village_page: Page, engine:
 
 
 def test_a_picture_from_elsewhere_is_taken_with_a_word(village_page: Page, engine: FakeEngine) -> None:
-    """The page says what the world can show, when the picture is taken and when the walk begins."""
+    """The panel says what the world can show; it is said again once, when the walk begins."""
     page = village_page
     page.run("""(async () => { const canvas = new OffscreenCanvas(32, 32); const c = canvas.getContext("2d");
         c.fillStyle = "#00ff00"; c.fillRect(0, 0, 32, 32);
         const dataTransfer = new DataTransfer();
         dataTransfer.items.add(new File([await canvas.convertToBlob()], "mine.png", { type: "image/png" }));
         document.querySelector("#stage").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true })); })()""")
-    words = page.wait_for("!notices.hidden && notices.textContent")
-    assert "a picture from elsewhere is taken" in words
+    page.wait_for("document.querySelector('.upload').classList.contains('has-image')")
+    assert "a picture from elsewhere is taken" in page.text("#start .about")
+    assert page.run("notices.hidden")
     page.run("document.querySelectorAll('#start .prompts button')[1].click()")
     begin(page)
     assert "a picture from elsewhere is taken" in page.wait_for("!notices.hidden && notices.textContent")
@@ -285,6 +322,37 @@ def test_a_tap_is_never_lost(page: Page, engine: FakeEngine) -> None:
         page.press("w")
         wait_until(lambda wanted=number: moved(engine, "forward") == wanted)
     assert {frame.get("forward", 0.0) for frame in axes(engine.chunks)} == {0.0, 1.0}
+
+
+ACTIVE = "document.activeElement.id"
+
+
+def test_after_a_click_the_keyboard_is_the_worlds_again(page: Page, engine: FakeEngine) -> None:
+    """Space pauses instead of pressing a button once more, arrows look instead of moving a slider."""
+    begin(page)
+    for control in ("#overlay", "#pause", "#pause", ".hud summary"):
+        page.click(control)
+        page.wait_for(f"{ACTIVE} === 'stage'")
+    page.click("#speed")
+    page.wait_for(f"{ACTIVE} === 'stage'")
+    page.run("document.querySelector('#prompt').focus()")
+    page.write("rain")
+    page.send("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    page.wait_for(f"{ACTIVE} === 'stage'")
+    page.click("#help")
+    page.run("document.querySelector('#help-dialog button').click()")
+    page.wait_for(f"{ACTIVE} === 'stage'")
+    page.press(" ")
+    page.wait_for("document.querySelector('#status').textContent === 'Paused'")
+
+
+def test_numbers_open_below_the_row_that_is_always_there(page: Page) -> None:
+    begin(page)
+    assert page.run("[hud.open, hud.offsetParent !== null]") == [False, True]
+    page.press("o")
+    page.wait_for("hud.open && document.querySelector('#overlay').getAttribute('aria-pressed') === 'true'")
+    page.click("#overlay")
+    page.wait_for("!hud.open && hud.offsetParent !== null")
 
 
 def test_keys_do_not_move_while_one_types(page: Page, engine: FakeEngine) -> None:
@@ -591,6 +659,16 @@ def test_marks_are_places_to_go_back_to(page: Page, engine: FakeEngine) -> None:
     wait_until(lambda: len(engine.worlds) == 1)
 
 
+def test_marks_asked_for_at_once_are_all_set(page: Page, engine: FakeEngine) -> None:
+    """One after the other, between two chunks; none is dropped because another one is being set."""
+    engine.delay_s = 0.2
+    begin(page)
+    page.key("keyDown", "w")
+    page.run(f"{PARTS}.then(({{ app }}) => {{ app.mark(); app.mark(); app.mark(); }})")
+    page.wait_for("document.querySelectorAll('#marks li').length === 3")
+    page.key("keyUp", "w")
+
+
 def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
     """Downloaded as a file that other programs read: whole chunks, every frame in order."""
     before = browser.videos()
@@ -600,12 +678,26 @@ def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Brow
     page.press("v")
     [file] = wait_until(lambda: browser.videos() - before)
     frames_THWC, fps = decode_mp4(file.read_bytes())
+    assert frames_THWC.shape[1:] == (192, 320, 3), "four times the world's 80 x 48"
     assert fps == 48
     assert len(frames_THWC) % LATER in (0, FIRST)
     assert len(frames_THWC) >= 2 * LATER
-    brightness = frames_THWC[:, 24, 40, 1].astype(int)
+    brightness = frames_THWC[:, 96, 160, 1].astype(int)
     assert np.abs(np.diff(brightness) - 1).max() <= 2
     assert brightness[-1] - brightness[0] == pytest.approx(len(frames_THWC) - 1, abs=3)
+
+
+def test_a_saved_picture_and_a_recording_of_a_small_world_are_four_times_as_large(
+    page: Page, engine: FakeEngine
+) -> None:
+    """Each pixel is a square of its colour."""
+    sizes = f"""{PARTS}.then(async ({{ app }}) => {{ const make = URL.createObjectURL;
+        const blob = await new Promise((done) => {{
+            URL.createObjectURL = (b) => {{ done(b); return make(b); }}; app.savePicture(); }});
+        URL.createObjectURL = make; const picture = await createImageBitmap(blob);
+        return [picture.width, picture.height]; }})"""
+    begin(page)
+    assert page.run(sizes) == [320, 192]
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -637,6 +729,50 @@ def test_a_lost_connection_is_taken_up_again(page: Page, engine: FakeEngine, ser
     page.wait_for("notices.hidden")
 
 
+def test_a_picture_that_does_not_come_is_said_and_dims(page: Page, engine: FakeEngine) -> None:
+    """After two seconds, though the connection is up; all is well again when it comes."""
+    begin(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 3)
+    engine.delay_s = 4.0
+    page.wait_for(f"{STATUS} === 'No picture comes from the server'", 8)
+    assert page.run("getComputedStyle(document.querySelector('#view')).filter") != "none"
+    engine.delay_s = 0.0
+    page.wait_for(f"{STATUS} === 'Live'", 8)
+    page.wait_for("!document.querySelector('#stage').classList.contains('is-dimmed')")
+
+
+def test_a_lost_connection_dims_the_picture(page: Page, engine: FakeEngine, server: PageServer) -> None:
+    """Though nothing was asked for."""
+    begin(page)
+    rest(page, engine)
+    page.run("window.fetch = () => Promise.reject(new Error('down'))")
+    server.cut_connections()
+    page.wait_for("document.body.dataset.link === 'down'")
+    assert page.run("document.querySelector('#stage').classList.contains('is-dimmed')")
+
+
+def test_a_broken_picture_brings_an_offer_to_go_back(village_page: Page, engine: FakeEngine) -> None:
+    """To a copy that the page has taken by itself, ten seconds before; the world goes on from there."""
+    page, before = village_page, len(engine.worlds)
+    page.run(f"{PARTS}.then(({{ app }}) => {{ window.at = app; app.watch.look = () => {{}}; }})")
+    begin(page)
+    page.run("for (let i = 0; i < 8; i++) at.watch.add({ contrast: 50, sharpness: 5 }, 0)")
+    page.key("keyDown", "w")
+    wait_until(lambda: len(engine.worlds) == before + 2, 20)
+    chunk = max(call.params.chunk_index or 0 for call in engine.chunks)
+    later_chunks(engine, 8)
+    page.run("at.watch.add({ contrast: 2, sharpness: 0.1 }, performance.now() - 3000)")
+    page.wait_for("notices.textContent.includes('lost its world')")
+    assert page.text("#notices button") == "Go back 10 s"
+    page.click("#notices button")
+    page.wait_for("notices.textContent === 'Back where the world was whole.'")
+    asked = len(engine.chunks)
+    wait_until(lambda: len(engine.chunks) > asked + 1)
+    assert min(call.params.chunk_index or 0 for call in engine.chunks[asked:]) <= chunk + 2
+    page.key("keyUp", "w")
+
+
 def test_a_connection_lost_before_the_first_picture(page: Page, engine: FakeEngine, server: PageServer) -> None:
     """The beginning itself is asked for again."""
     engine.delay_s = 0.5
@@ -662,7 +798,6 @@ def test_a_world_the_server_lost_can_be_gone_on_from_its_picture(page: Page, eng
     later_chunks(engine, 1)
 
 
-STATUS = "document.querySelector('#status').textContent"
 REMEMBER = """new MutationObserver(() => (window.told ??= []).push(document.querySelector("#status").textContent))
     .observe(document.querySelector("#status"), { childList: true, characterData: true, subtree: true })"""
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints.engine import OmniEngine
@@ -42,6 +42,7 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 Route = Callable[..., Awaitable[Response]]
 
+SERVED_PATH: Final = "/v1/omni/served"
 _BINARY: Final = {"type": "string", "contentMediaType": "application/octet-stream"}
 _REFERENCE: Final = {
     "type": "object",
@@ -103,6 +104,7 @@ class OpenAIRoutes:
         self.stats_interval_s = limits.stats_interval_s
 
     def attach(self, app: FastAPI) -> None:
+        app.add_api_route(SERVED_PATH, self._served_model, methods=["GET"], include_in_schema=False)
         add = partial(_add, app)
         add(
             "/v1/images/generations",
@@ -170,6 +172,12 @@ class OpenAIRoutes:
     def videos(self) -> VideoRoutes:
         assert self._videos is not None, "vLLM initialises state before it serves"
         return self._videos
+
+    async def _served_model(self) -> Response:
+        """What the web page of a model without sessions needs to know of it."""
+        capabilities = self.served.capabilities
+        told = {"model": self.served.names[0], "tasks": capabilities.tasks, "reads": capabilities.reads}
+        return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
     async def _generations(self, request: Request) -> Response:
         """Make pictures from text."""

@@ -35,7 +35,9 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     """Generation settings of one `infer`; all optional.
 
     frames_per_chunk: frames in one reply message; None = a whole chunk (4 for `ndarray_f32`).
-    video_format: one of `CODECS`. with_mp4: each message also carries its frames as an MP4 file, in `mp4`.
+    video_format: one of `CODECS`. with_mp4: each message also carries its frames as an MP4 file, in `mp4`;
+    mp4_scale: that file is so many times as large, each pixel a square, up to
+    a side of 1280 pixels.
     quality: JPEG quality. pose_policy: how poses that do not fill whole chunks are handled.
     start_pose: where in the world the start image was taken; None = the world's own start images are recognised.
     lora: LoRA adapters from this request on, `[{"name", "scale"}]`; [] = none, None = as before.
@@ -54,6 +56,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     negative_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
     video_format: str | None = None
     with_mp4: bool = False
+    mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     pose_policy: PosePolicy | None = None
     start_pose: StartPose | None = None

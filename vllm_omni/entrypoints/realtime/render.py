@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.realtime.run import FinishedChunk
 # T pixel frames, H height, W width, C = 3 channels (RGB)
 
 _F32_FRAMES_PER_MESSAGE: Final = 4
+_MAX_SCALED_SIDE: Final = 1280
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class FrameRenderer:
     codec: `mp4` (a file in each message), `jpeg` (a list of files), `ndarray_u8` (one array `[T, H, W, 3]`) or
     `ndarray_f32` (a list of arrays `[H, W, 3]` in [0, 1]). frames_per_message: None = a whole chunk, but 4 for
     `ndarray_f32`, as clients of that codec expect. with_mp4: the frames also come as a file, in `mp4`, for
-    clients that show pictures and record video.
+    clients that show pictures and record video, `mp4_scale` times as large.
     """
 
     codec: str
@@ -38,6 +39,7 @@ class FrameRenderer:
     frames_per_message: int | None
     dialect: Dialect
     with_mp4: bool = False
+    mp4_scale: int = 1
 
     def __call__(self, chunk: FinishedChunk) -> list[bytes]:
         """Return the chunk's messages. `index` and `total` count all messages of the request."""
@@ -58,7 +60,11 @@ class FrameRenderer:
     def _message(self, chunk: FinishedChunk, frames_THWC: np.ndarray, offset: int, index: int, total: int) -> bytes:
         started_s = time.perf_counter()
         video = self._video(frames_THWC)
-        mp4 = {"mp4": encode_mp4(frames_THWC, self.fps)} if self.with_mp4 else {}
+        mp4 = {}
+        if self.with_mp4:
+            scale = max(1, min(self.mp4_scale, _MAX_SCALED_SIDE // max(frames_THWC.shape[1:3])))
+            larger_THWC = frames_THWC.repeat(scale, axis=1).repeat(scale, axis=2)
+            mp4["mp4"] = encode_mp4(larger_THWC, self.fps)
         mux_ms = (time.perf_counter() - started_s) * 1e3
         message: dict[str, Any] = {
             "type": "frame",

@@ -291,6 +291,7 @@ class _Client:
                     frames_per_message=extra.frames_per_chunk,
                     dialect=dialect or Dialect.OPENPI,
                     with_mp4=extra.with_mp4,
+                    mp4_scale=extra.mp4_scale,
                 ),
                 fps=extra.fps,
             ),

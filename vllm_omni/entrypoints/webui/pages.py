@@ -8,7 +8,7 @@ because it holds nothing and can do nothing without one. Held by tests/entrypoin
 import hashlib
 import importlib.resources
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -36,6 +36,7 @@ HEADERS: Final = {
             "script-src 'self'",
             "style-src 'self'",
             "img-src 'self' blob: data:",
+            "media-src 'self' blob:",
             "connect-src 'self'",  # the WebSocket of this host, and its ticket
             "base-uri 'none'",
             "form-action 'none'",
@@ -67,12 +68,13 @@ class Page:
         return Response(self.body, media_type=self.content_type, headers=headers)
 
 
-def attach(app: FastAPI, world: Path | None = None) -> list[str]:
+def attach(app: FastAPI, world: Path | None = None, is_world: Callable[[], bool] = lambda: True) -> list[str]:
     """Add a route for every file under `static/` and return their paths; nothing is looked up on disk later.
 
-    world: a checkpoint directory; the pictures that its card names are added under `world/`.
+    world: a checkpoint directory; the pictures that its card names are added under `world/`. is_world: called with each
+    request of the page itself: whether the served model is a world; other models have a page of their own.
     """
-    pages = {"": _page("index.html", _static() / "index.html"), **dict(_pages(_static(), ""))}
+    pages = dict(_pages(_static(), ""))
     if world is not None and (card := read_card(world)) is not None:
         pages |= {f"world/{name}": _page(name, card_file(world, name)) for name in card.pictures}
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
@@ -82,9 +84,14 @@ def attach(app: FastAPI, world: Path | None = None) -> list[str]:
 
     for path in ("/", PAGE_PATH):
         app.add_route(path, to_slash, methods=["GET"], include_in_schema=False)
+
+    async def start(request: Request) -> Response:
+        return await pages["index.html" if is_world() else "create.html"].send(request)
+
+    app.add_route(f"{PAGE_PATH}/", start, methods=["GET"], include_in_schema=False)
     for path, page in by_path.items():
         app.add_route(path, page.send, methods=["GET"], include_in_schema=False)  # GET brings HEAD
-    return ["/", PAGE_PATH, *by_path]
+    return ["/", PAGE_PATH, f"{PAGE_PATH}/", *by_path]
 
 
 def address(args: Namespace) -> str | None:

@@ -21,8 +21,12 @@ const AUTOMATIC_EVERY_MS = 10_000; // between marks that are set by themselves
 const AUTOMATIC_MARKS = 2;
 const LEAST_SESSIONS = 4; // of a server on which visitors may have such marks
 const BROKEN_TEXT = "The picture has lost its world.";
+const LARGEST_SAVED = 800; // pixels of a saved picture's width, unless the world itself is larger
 const SETTLE_S = 2; // of video after a start or a new prompt, which take some chunks to take effect
 const ENGINE_TEXT = "The engine has stopped. This world is lost unless the server kept a copy; trying to resume it …";
+
+/** How many times as large pictures and recordings of small worlds are saved, each pixel a square. */
+const savedScale = (width) => Math.max(1, Math.min(4, Math.floor(LARGEST_SAVED / width)));
 
 export class App {
   speed = 1;
@@ -46,6 +50,7 @@ export class App {
   #mapDrawn = 0;
   #automatic = []; // marks set by themselves, the oldest first, each {at, ...} as in `marks`
   #markedAt = 0;
+  #works = Promise.resolve(); // what happens between two chunks, one after the other
   #thumbnail = document.createElement("canvas");
 
   /** elements: view, map, notices, live, marks. onstate(): something the buttons show has changed. */
@@ -191,8 +196,13 @@ export class App {
   }
 
   async savePicture() {
-    const blob = await new Promise((resolve) => this.elements.view.toBlob(resolve, "image/png"));
-    if (blob) download(blob, fileName("png"));
+    const { width, height } = this.elements.view;
+    const scale = savedScale(width);
+    const canvas = new OffscreenCanvas(width * scale, height * scale);
+    const context = canvas.getContext("2d");
+    context.imageSmoothingEnabled = false;
+    context.drawImage(this.elements.view, 0, 0, canvas.width, canvas.height);
+    download(await canvas.convertToBlob({ type: "image/png" }), fileName("png"));
   }
 
   /** Keep the world as it is after the last chunk, to come back to. */
@@ -259,8 +269,16 @@ export class App {
     if (!(await this.goBack(mark, "Back where the world was whole."))) this.#automatic = []; // the server has closed it
   }
 
-  /** Run `work` when no request is under way and none is sent meanwhile. Returns whether it has been done. */
-  async #between(work, failure) {
+  /**
+   * Run `work` when no request is under way and none is sent meanwhile, after what was asked for before in the same way.
+   * failure: what to say then; null = nothing. Resolves to whether it has been done.
+   */
+  #between(work, failure) {
+    this.#works = this.#works.then(() => this.#hold(work, failure));
+    return this.#works;
+  }
+
+  async #hold(work, failure) {
     if (!this.isLive || !this.world.hasBegun || this.world.isHeld || !this.link.isUp) return false;
     this.world.isHeld = true;
     try {
@@ -349,7 +367,7 @@ export class App {
     this.world.ask({
       steering: { actions: frames },
       extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
-      extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true } : {}) },
+      extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true, mp4_scale: savedScale(this.#choice.width) } : {}) },
       note: { prompt, isRecorded, inputAt },
     });
     if (prompt !== null) this.#settle();

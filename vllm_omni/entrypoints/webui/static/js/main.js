@@ -33,7 +33,7 @@ const start = new StartPanel(
   by("start"),
   (choice) => {
     app.begin(choice);
-    by("stage").focus({ preventScroll: true });
+    toWorld();
   },
   (text) => app.notices.show(text, { isBad: true }),
 );
@@ -117,11 +117,9 @@ const commands = {
     by("settings").setAttribute("aria-pressed", isShown);
   },
   help: () => by("help-dialog").showModal(),
-  overlay: () => {
-    by("hud").hidden = !by("hud").hidden;
-    by("overlay").setAttribute("aria-pressed", !by("hud").hidden);
-  },
+  overlay: () => (by("hud").open = !by("hud").open),
 };
+by("hud").addEventListener("toggle", () => by("overlay").setAttribute("aria-pressed", by("hud").open));
 for (const [id, run] of Object.entries(commands)) by(id).addEventListener("click", run);
 
 const keys = walkingKeys(controls);
@@ -152,6 +150,7 @@ by("prompt-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = by("prompt").value.trim();
   if (text && app.isLive) app.setPrompt(text);
+  toWorld();
 });
 by("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -173,6 +172,15 @@ for (const [id, set] of Object.entries(sliders)) {
   };
   slider.addEventListener("input", update);
   update();
+}
+
+// After a click on any control the keyboard is the world's again; whoever tabs to a control stays there.
+document.addEventListener("click", ({ target, detail }) => detail > 0 && target.closest?.("button, summary") && toWorld());
+document.addEventListener("pointerup", ({ target }) => target.matches?.("input[type=range]") && setTimeout(toWorld));
+for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("close", toWorld);
+
+function toWorld() {
+  if (app.isLive && !document.querySelector("dialog[open]")) by("stage").focus({ preventScroll: true });
 }
 
 // ---- showing ------------------------------------------------------------------------------------------------------

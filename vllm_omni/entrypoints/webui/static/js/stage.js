@@ -5,12 +5,13 @@ const WORTH = 0.95; // a whole-number scale is taken if the picture keeps this p
 
 /**
  * Size in CSS pixels of a picture of `width` x `height` on a stage of `maxWidth` x `maxHeight`. A scale that is a whole
- * number of device pixels (`ratio` for a CSS pixel) is preferred where it fits well: it treats every pixel alike.
+ * number of device pixels (`ratio` for a CSS pixel) is preferred where it keeps the part `worth` of the largest width: it
+ * treats every pixel alike.
  */
-export function fit(width, height, maxWidth, maxHeight, ratio) {
+export function fit(width, height, maxWidth, maxHeight, ratio, worth = WORTH) {
   const largest = Math.min(maxWidth / width, maxHeight / height);
   const whole = Math.floor(largest * ratio) / ratio;
-  const scale = whole >= WORTH * largest ? whole : largest;
+  const scale = whole >= worth * largest ? whole : largest;
   return { width: width * scale, height: height * scale };
 }
 
@@ -18,7 +19,8 @@ export function fit(width, height, maxWidth, maxHeight, ratio) {
 export function attachStage(stage, frame, view) {
   const update = () => {
     stage.style.setProperty("--ratio", view.width / view.height);
-    const size = fit(view.width, view.height, stage.clientWidth, stage.clientHeight, devicePixelRatio);
+    const worth = document.fullscreenElement ? 1 : WORTH; // a full screen is to be filled
+    const size = fit(view.width, view.height, stage.clientWidth, stage.clientHeight, devicePixelRatio, worth);
     [frame.style.width, frame.style.height] = [`${size.width}px`, `${size.height}px`];
   };
   new ResizeObserver(update).observe(stage);

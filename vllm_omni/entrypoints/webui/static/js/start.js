@@ -5,6 +5,9 @@ import { markPrompt, offer, promptButtons } from "./offer.js";
 
 const MAX_SEED = 2 ** 31;
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
+const HEIC = /^image\/hei[cf]|\.hei[cf]$/i;
+const LARGEST_SIDE = 2048; // larger pictures are scaled down here: no world is made at more
+const SENT_QUALITY = 0.92;
 
 export class StartPanel {
   #form;
@@ -16,6 +19,7 @@ export class StartPanel {
   #offer = offer();
   #limits = { max_image_bytes: Infinity };
   #uploadUrl = null;
+  #taken = null; // the file that was chosen last
 
   /** onstart({image, prompt, seed, width, height}); ontrouble(text). */
   constructor(form, onstart, ontrouble) {
@@ -115,19 +119,23 @@ export class StartPanel {
     }
   }
 
-  #take(file) {
-    if (!IMAGE_TYPES.includes(file.type)) return this.ontrouble("Use a PNG, JPEG or WebP picture.");
-    if (file.size > this.#limits.max_image_bytes) {
-      return this.ontrouble(`The picture is larger than ${Math.floor(this.#limits.max_image_bytes / 2 ** 20)} MB.`);
+  /** Offer a file as the start image, if it is a picture; a large one is scaled down first. */
+  async #take(file) {
+    this.#taken = file;
+    if (HEIC.test(file.type) || HEIC.test(file.name)) {
+      return this.ontrouble("Browsers cannot read HEIC pictures. Export it as JPEG; an iPhone does so with the setting “Most Compatible”.");
     }
+    if (!IMAGE_TYPES.includes(file.type)) return this.ontrouble("Use a PNG, JPEG or WebP picture.");
+    const picture = await fitting(file, this.#limits);
+    if (this.#taken !== file) return undefined; // another one was chosen meanwhile
+    if (picture === null) return this.ontrouble(`${file.name} is no picture that can be read.`);
     if (this.#uploadUrl) URL.revokeObjectURL(this.#uploadUrl);
-    this.#uploadUrl = URL.createObjectURL(file);
+    this.#uploadUrl = URL.createObjectURL(picture);
     const tile = this.#gallery.querySelector(".upload");
     tile.querySelector("img").src = this.#uploadUrl;
     tile.classList.add("has-image");
     tile.querySelector(".caption").textContent = file.name;
-    this.#image = { bytes: async () => new Uint8Array(await file.arrayBuffer()), notice: this.#offer.about };
-    if (this.#offer.about) this.ontrouble(this.#offer.about);
+    this.#image = { bytes: async () => new Uint8Array(await picture.arrayBuffer()), notice: this.#offer.about };
     for (const radio of this.#form.querySelectorAll("[name=sample]")) radio.checked = false;
     tile.classList.add("is-chosen");
     return undefined;
@@ -160,6 +168,7 @@ export class StartPanel {
   }
 
   #choose({ file, prompt }) {
+    this.#taken = null;
     this.#gallery.querySelector(".upload").classList.remove("is-chosen");
     this.#image = {
       bytes: async () => {
@@ -172,6 +181,21 @@ export class StartPanel {
     if (!this.#ownPrompt) this.#form.elements.prompt.value = prompt;
     markPrompt(this.#prompts, this.#form.elements.prompt.value);
   }
+}
+
+/** The file itself, or a smaller picture of what it shows if it is too large to send; null if it cannot be read. */
+async function fitting(file, { max_image_bytes: mostBytes, max_image_pixels: mostPixels = Infinity }) {
+  const picture = await createImageBitmap(file).catch(() => null);
+  if (picture === null) return null;
+  const { width, height } = picture;
+  const scale = Math.min(1, LARGEST_SIDE / Math.max(width, height), Math.sqrt(mostPixels / (width * height)));
+  if (scale === 1 && file.size <= mostBytes) return file;
+  const canvas = new OffscreenCanvas(Math.max(1, Math.floor(width * scale)), Math.max(1, Math.floor(height * scale)));
+  const context = canvas.getContext("2d");
+  context.imageSmoothingQuality = "high";
+  context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  picture.close();
+  return canvas.convertToBlob({ type: "image/jpeg", quality: SENT_QUALITY });
 }
 
 /** The sizes that the world was trained at; else the default size, and smaller ones of about its shape. */
