@@ -5,6 +5,7 @@ With `--config-format omni` a checkpoint directory is its token2wav stage; think
 checkpoint's own config (`stages.py`).
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.engine_arguments.refusals import AR_SCHEDULER_CLS, AR_WORKER_CLS
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import is_checkpoint, read_config, stored_dtype
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
+    THINKER_ARCHITECTURE,
     THINKER_GPU_SHARE,
     StageOptions,
     Token2WavModelOptions,
@@ -50,7 +52,12 @@ def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
-    flags = {"worker-cls": AR_WORKER_CLS, "scheduler-cls": AR_SCHEDULER_CLS, "dtype": stored_dtype(read_config(path))}
+    flags = {
+        "worker-cls": AR_WORKER_CLS,
+        "scheduler-cls": AR_SCHEDULER_CLS,
+        "dtype": stored_dtype(read_config(path)),
+        "hf-overrides": json.dumps({"architectures": [THINKER_ARCHITECTURE]}),
+    }
     return flags if on_cpu else {**flags, "gpu-memory-utilization": str(THINKER_GPU_SHARE)}
 
 

@@ -10,6 +10,8 @@ import msgspec
 
 from vllm_omni.config import parse_options
 
+THINKER_ARCHITECTURE = "VllmOmniQwen2_5OmniThinker"
+
 THINKER_GPU_SHARE = 0.65
 """`gpu_memory_utilization` of the thinker; the other engines take a quarter of the GPU."""
 
