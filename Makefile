@@ -3,6 +3,7 @@
 # make check         lint, types and every test that needs neither an engine nor a browser: before each commit
 # make test          set up and run the test suite, without the nightly tests
 # make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them
+# make test-cuda     the tests that need a GPU, spread over the GPUs of the machine
 # make lint          ruff and mypy
 # make docs          build the documentation site into build/site
 # make mutants       change access, codec, scheduling and the worker in every small way; what no test notices is listed
@@ -22,7 +23,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
 
-.PHONY: setup demo check engineless test nightly lint docs turn mutants clean
+.PHONY: setup demo check engineless test nightly test-cuda lint docs turn mutants clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -45,6 +46,12 @@ test: setup
 nightly: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) ray docs
 	@$(VENV)/bin/python -m pytest -m nightly $(if $(SHARD),--shard=$(SHARD)) $(PYTEST_ARGS)
+
+test-cuda: setup
+	@one=0; several=0; \
+	$(VENV)/bin/python -m pytest -n auto -m "cuda and not several_gpus" $(PYTEST_ARGS) || one=$$?; \
+	$(VENV)/bin/python -m pytest -m "cuda and several_gpus" $(PYTEST_ARGS) || several=$$?; \
+	exit $$((one ? one : several))
 
 lint: setup
 	@$(VENV)/bin/ruff check .

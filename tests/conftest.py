@@ -25,7 +25,15 @@ from vllm_omni.model_executor.models.registry import get_family
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
-pytest_plugins = ["engine_tests", "nightly_shards", "quick_files", "quick_workers", "suite_times", "two_processes"]
+pytest_plugins = [
+    "cuda_workers",
+    "engine_tests",
+    "nightly_shards",
+    "quick_files",
+    "quick_workers",
+    "suite_times",
+    "two_processes",
+]
 
 _INIT_PORT_FILE = "dist-init"
 _SELDOM = (10_000, 10, 10)

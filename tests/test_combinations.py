@@ -22,6 +22,7 @@ PP2, PP3, TP2, TP3 = (
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 3},
 )
+OFFLOAD: dict[str, Any] = {"cpu_offload_gb": 1.0}
 FP8: dict[str, Any] = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 750], "video_denoising_steps": [700, 500]}
 TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
@@ -92,12 +93,14 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("lance", {"vae_stage": True}, PP2 | TP2, "Lance's layers are not split over stages"),
         ("diffusers_pipeline", {}, PP2, "runs one process on one device"),
         ("diffusers_pipeline", {}, TP2, "runs one process on one device"),
+        ("lingbot_world", {"pipeline_partition": "measured"}, PP2 | OFFLOAD, "layers in host memory cannot move"),
+        ("causal_wan", {"model": {"cuda_graphs": True}}, OFFLOAD, "CUDA graphs cannot fetch weights"),
     ],
 )
 def test_what_cannot_work_is_refused(
     checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int], reason: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"omni|parallel") as refused:
+    with pytest.raises(ValueError, match=r"omni|parallel|offload") as refused:
         configure(checkpoints[name], omni, sizes)
     assert reason in str(refused.value)
 

@@ -11,6 +11,7 @@ Held by test_two_processes.py.
 """
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -42,6 +43,8 @@ TOGETHER = {
 def unit_of(nodeid: str) -> str:
     """What is handed to a process as a whole."""
     file = nodeid.split("::")[0]
+    if file.endswith("_cuda.py") and (runner := re.search(r"\[(V1|V2)\b", nodeid)):
+        return f"{file}[{runner[1]}]"  # an engine of its own
     return TOGETHER.get(file, file)
 
 

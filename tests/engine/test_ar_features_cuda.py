@@ -87,6 +87,7 @@ def test_without_the_worker_requests_get_their_text(model: Path) -> None:
         assert output.outputs[0].finish_reason == "length" and hidden_states_of(output) is None
 
 
+@pytest.mark.several_gpus
 @two_gpus
 @feature("tensor parallelism (TP 2)", "V2")
 def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
@@ -97,6 +98,7 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
         assert [rank["bytes_copied"] > 0 for rank in ranks] == [True, False]
 
 
+@pytest.mark.several_gpus
 @two_gpus
 @feature("pipeline parallelism (PP 2)", "V2")
 def test_two_stages(model: Path, reference: Reference) -> None:
@@ -105,6 +107,7 @@ def test_two_stages(model: Path, reference: Reference) -> None:
         check_all_modes(running, reference)
 
 
+@pytest.mark.several_gpus
 @two_gpus
 @feature("data parallelism (DP 2)", "V2")
 def test_two_engines(model: Path, reference: Reference) -> None:
@@ -123,6 +126,7 @@ def test_two_engines(model: Path, reference: Reference) -> None:
             reference.check(output)
 
 
+@pytest.mark.several_gpus
 @two_gpus
 @feature("external launcher (torchrun, TP 2)", "V2")
 def test_torchrun_tensor_parallel(model: Path, tmp_path: Path) -> None:
@@ -130,11 +134,13 @@ def test_torchrun_tensor_parallel(model: Path, tmp_path: Path) -> None:
     torchrun(model, tmp_path, "tensor_parallel_size", "V2")
 
 
+@pytest.mark.several_gpus
 @two_gpus
 def test_torchrun_tensor_parallel_on_v1(model: Path, tmp_path: Path) -> None:
     torchrun(model, tmp_path, "tensor_parallel_size", "V1")
 
 
+@pytest.mark.several_gpus
 @two_gpus
 def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
     """The last stage shows its rows to the first over NCCL. V1 only: stock V2 has no pipeline under torchrun."""

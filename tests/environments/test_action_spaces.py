@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium import spaces
+from helpers.needs_gymnasium import gymnasium
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button, read_actions
 from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
@@ -24,8 +24,8 @@ ONE_KEY = ActionSpace(buttons=(Button("n", "north"), Button("s", "south")), excl
 
 def test_a_camera_world_s_keys_are_bits_by_name() -> None:
     space = gymnasium_space(ACTION_SPACE)
-    assert isinstance(space, spaces.Dict) and set(space) == {"buttons", "axes"}
-    assert space["buttons"] == spaces.MultiBinary(len(ACTION_SPACE.button_names))
+    assert isinstance(space, gymnasium.spaces.Dict) and set(space) == {"buttons", "axes"}
+    assert space["buttons"] == gymnasium.spaces.MultiBinary(len(ACTION_SPACE.button_names))
     held = np.array([name in ("w", "l") for name in ACTION_SPACE.button_names], np.int8)
     frame = action_frame(ACTION_SPACE, {"buttons": held})
     assert set(frame.buttons) == {"w", "l"}
@@ -34,7 +34,7 @@ def test_a_camera_world_s_keys_are_bits_by_name() -> None:
 
 def test_every_kind_of_control_has_its_space() -> None:
     space = gymnasium_space(GAME)
-    assert isinstance(space, spaces.Dict) and set(space) == {"buttons", "axes", "scroll"}
+    assert isinstance(space, gymnasium.spaces.Dict) and set(space) == {"buttons", "axes", "scroll"}
     action = {"buttons": np.array([0, 1]), "axes": np.array([1.5], np.float32), "scroll": np.int64(-1)}
     assert space.contains({**action, "buttons": np.array([0, 1], np.int8)})
     assert action_frame(GAME, action) == ActionFrame(buttons=("fire",), axes={"yaw": 1.5}, scroll=-1.0)
@@ -43,7 +43,7 @@ def test_every_kind_of_control_has_its_space() -> None:
 
 @pytest.mark.parametrize(("number", "names"), [(0, ()), (1, ("n",)), (2, ("s",))])
 def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -> None:
-    assert gymnasium_space(ONE_KEY) == spaces.Dict({"buttons": spaces.Discrete(3)})
+    assert gymnasium_space(ONE_KEY) == gymnasium.spaces.Dict({"buttons": gymnasium.spaces.Discrete(3)})
     assert action_frame(ONE_KEY, {"buttons": np.int64(number)}).buttons == names
 
 
@@ -57,7 +57,7 @@ def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
 
 
 def test_a_model_without_actions_only_goes_on() -> None:
-    assert gymnasium_space(ActionSpace()) == spaces.Discrete(1)
+    assert gymnasium_space(ActionSpace()) == gymnasium.spaces.Discrete(1)
     assert action_frame(ActionSpace(), np.int64(0)) == ActionFrame()
 
 

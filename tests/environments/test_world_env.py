@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import helpers.needs_gymnasium  # noqa: F401
 import numpy as np
 import pytest
 from helpers.waits import seconds

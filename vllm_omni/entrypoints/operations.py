@@ -2,9 +2,10 @@
 """`Operations`: operators' features of every API server of this package, for every kind of model.
 
 `X-Request-Id` on every answer and in log lines, quotas of keys (`omni.quotas`), spans if vLLM exports its own, memory
-that does not grow with visits, the check of browsers' origins, the policy for media by URL, and one HTTP parser. Attached by
-the endpoint plugins of video models, hidden states and speech. Held by tests/entrypoints/realtime/test_operators_served.py,
-tests/entrypoints/test_hidden_states_served.py and speech/test_speech_served.py.
+that does not grow with visits, the check of browsers' origins, the policy for media by URL, and one HTTP parser.
+Attached by the endpoint plugins of video models, hidden states and speech. Held by
+tests/entrypoints/realtime/test_operators_served.py, tests/entrypoints/test_hidden_states_served.py and
+speech/test_speech_served.py.
 """
 
 from pathlib import Path

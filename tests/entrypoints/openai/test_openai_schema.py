@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import schemathesis
 import uvicorn
 from fastapi import FastAPI
 from helpers.instant_engine import InstantEngine
+from helpers.needs_schemathesis import schemathesis
 from helpers.waits import seconds, wait_until
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode

@@ -2,11 +2,13 @@
 """What a client of a realtime door is told when its key's quota is used up."""
 
 import base64
+from collections.abc import Callable
 
-from helpers.fake_engine import LATER, Client, DoorServer, infer
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, infer
 from helpers.live_clients import VideoClient, png
+from helpers.waits import wait_until
 
-from vllm_omni.entrypoints.quotas import FileQuotas, Quota, QuotaFile
+from vllm_omni.entrypoints.quotas import Allowance, FileQuotas, Quota, QuotaFile, Quotas
 
 START = {
     "type": "session.start",
@@ -70,3 +72,47 @@ def test_a_stream_that_has_used_its_chunks_delivers_them_and_ends_with_the_reaso
     assert sum(message["type"] == "video.chunk_metadata" for message in messages) == 3
     assert messages[-1]["code"] == "quota_exceeded" and messages[-1]["retry_after_ms"] > 0
     assert len(door.engine.chunks) == 3
+
+
+def test_a_live_stream_pays_for_its_bytes_and_ends_with_the_reason(door: DoorServer) -> None:
+    """Chunks are delivered until the bytes of a minute are used; the one that used them up is delivered, too."""
+    door.manager.quotas = quotas(Clock(), bytes_per_minute=1)
+    with VideoClient(door.port) as video:
+        assert video.ask(START)["type"] == "video.start"
+        messages = [video.receive()]
+        while messages[-1]["type"] != "error":
+            messages.append(video.receive())
+    (error,) = [message for message in messages if message["type"] == "error"]
+    assert error["code"] == "quota_exceeded" and "bytes a minute" in error["message"]
+    assert 1 <= len(door.engine.chunks) <= 2
+
+
+class Charges(Quotas, Allowance):
+    """Counts what clients are charged and refuses nothing."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+
+    def of(self, client: str) -> Allowance:
+        return self
+
+    def charge_chunks(self, count: int) -> None:
+        self.chunks += count
+
+
+def test_a_client_that_reconnects_pays_once_for_a_chunk(make_door: Callable[..., DoorServer]) -> None:
+    """The same request on another connection: chunks that are kept are free, the others are paid for when it begins."""
+    door = make_door()
+    door.engine.delay_s = 0.05
+    door.manager.quotas = charges = Charges()
+    request = infer(FIRST + 3 * LATER, request_id="r1", session_id="a")
+    with door.client() as client:
+        client.send(request)
+        client.receive()
+    wait_until(lambda: not door.engine.running)
+    kept = door.manager.sessions()[0].next_chunk
+    assert 1 <= kept < 4 and charges.chunks == 4
+    with door.client() as client:
+        client.send(request)
+        client.frames()
+    assert charges.chunks == 4 + (4 - kept)

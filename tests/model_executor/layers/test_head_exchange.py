@@ -191,6 +191,7 @@ def _compare_on_gpus(rank: int, rendezvous: str, peers: bool) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
 def test_two_gpus_round_before_the_exchange_as_behind_it(peers: bool, tmp_path: Path) -> None:
@@ -226,6 +227,7 @@ def _in_graphs(rank: int, rendezvous: str) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_one_graph_holds_exchanges_that_are_written(tmp_path: Path) -> None:
     run_ranks(_in_graphs, (str(tmp_path / "rendezvous"),), RANKS)

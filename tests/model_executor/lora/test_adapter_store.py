@@ -125,6 +125,18 @@ def test_an_adapter_of_strength_0_takes_no_slot(paths: dict[str, Path]) -> None:
     assert torch.equal(out(model, store, Lora(name="n0", scale=0), Lora(name="n1")), expected)
 
 
+def test_an_adapter_in_its_slot_takes_each_requests_strength(paths: dict[str, Path]) -> None:
+    """Back to 1 as well, which a slot has from the start; the difference that it makes is in proportion."""
+    model = Model()
+    store = make_store(model, paths, max_loras=1)
+    plain = out(model, store)
+    full = out(model, store, Lora(name="n0")) - plain
+    half = out(model, store, Lora(name="n0", scale=0.5)) - plain
+    assert full.abs().min() > 0
+    torch.testing.assert_close(2 * half, full)
+    assert torch.equal(out(model, store, Lora(name="n0", scale=1.0)) - plain, full)
+
+
 def test_a_server_without_adapters_says_so() -> None:
     store = NoAdapters()
     assert store.select([]) == () and store.ids() == set()

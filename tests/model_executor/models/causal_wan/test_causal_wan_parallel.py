@@ -87,6 +87,7 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parall
 
 
 @pytest.mark.cuda
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_ranks_by_graphs_give_what_ranks_without_give(sequence_parallel: bool, tmp_path: Path) -> None:

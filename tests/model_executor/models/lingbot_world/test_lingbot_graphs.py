@@ -109,6 +109,7 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, kv_dtype: torch
 
 
 @pytest.mark.cuda
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @KV_TYPES
 def test_ranks_by_graphs_give_what_ranks_without_give(

@@ -179,6 +179,7 @@ def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_bands_on_devices(tmp_path: Any) -> None:
     """Real graphs with NCCL's exchanges between them."""
