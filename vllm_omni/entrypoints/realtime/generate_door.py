@@ -195,6 +195,7 @@ class _Client(LiveClient):
                 seed=init.seed,
                 height=self._size[0],
                 width=self._size[1],
+                **init.window(self.facts.window_frames, self.facts.sink_frames),
             ),
             replies=ReplyOptions(
                 render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
