@@ -60,6 +60,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     which it takes. Instead of a `poses` tensor.
     height, width: pixels, fixed for the session by its first chunk. output: `rgb` = uint8 frames
     `[T, H, W, 3]`, `latents` = the model's latents as they are, `both` = both, of streaming models.
+    window_frames, sink_frames: latent frames that a chunk of this session sees, itself and the sinks included, and the
+    first frames that it always sees; fixed by the first chunk, None = the server's. At most the server's window, and
+    only of models that are `SupportsSessionWindows`.
     fork_to: the new session's id, for `op="fork"`.
     one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
     negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: for image and
@@ -79,6 +82,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     width: Pixels | None = None
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
     output: Output = "rgb"
+    window_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     fork_to: SessionId | None = None
     one_shot: bool = False
     negative_prompt: Text | None = None

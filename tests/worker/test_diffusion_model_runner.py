@@ -50,6 +50,14 @@ def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
     assert tensors["latents"].shape == (4, 4, 6)
 
 
+def test_a_window_of_its_own_is_refused_where_the_model_has_none(runner: Any) -> None:
+    """The session is not opened."""
+    [result] = execute(runner, step(new=[chunk("r", "s", 0, window_frames=3)])).values()
+    assert isinstance(result, RequestFailed) and result.code == "invalid_request"
+    assert "window_frames and sink_frames are fixed by this server" in str(result)
+    assert "s" not in runner.sessions
+
+
 def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:

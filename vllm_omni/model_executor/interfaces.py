@@ -206,6 +206,13 @@ class KeepsMemory(Protocol):
 
 
 @runtime_checkable
+class SupportsSessionWindows(Protocol):
+    """A model whose sessions may see other frames than the server's (`DiffusionParams.window_frames`)."""
+
+    session_windows: ClassVar[bool]
+
+
+@runtime_checkable
 class SupportsBatchedDecode(Protocol[Session, Work]):
     """A model whose decoder takes chunks of several sessions in one call (never with `omni.batch_invariant`)."""
 

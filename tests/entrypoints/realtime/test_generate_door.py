@@ -91,6 +91,28 @@ def test_max_chunks_end_with_a_normal_close(door: DoorServer, engine: FakeEngine
     wait_until(lambda: not engine.worlds and not len(door.manager))
 
 
+@pytest.mark.parametrize(
+    ("facts", "asked", "sent"),
+    [
+        ({"window_frames": 18, "sink_frames": 9}, {"kv_cache_num_frames": 12, "sink_size": 3}, (12, 3)),
+        ({"window_frames": 9, "sink_frames": 3}, {"kv_cache_num_frames": 18, "sink_size": 9}, (9, 3)),
+        ({"window_frames": 18, "sink_frames": 9}, {}, (None, None)),
+        ({}, {"kv_cache_num_frames": 18, "sink_size": 9}, (None, None)),
+    ],
+)
+def test_the_causal_window_is_the_sessions(
+    make_door: MakeDoor, engine: FakeEngine, facts: dict[str, int], asked: dict[str, int], sent: tuple[Any, Any]
+) -> None:
+    """U. With its first chunk, at most the server's; of a model whose sessions cannot choose, the server's."""
+    with GenerateClient(make_door(facts=facts).port) as client:
+        client.init(max_chunks=2, **{f"realtime_causal_{name}": value for name, value in asked.items()})
+        client.chunk()
+        client.chunk()
+    first, second = engine.chunks
+    assert (first.params.window_frames, first.params.sink_frames) == sent
+    assert (second.params.window_frames, second.params.sink_frames) == (None, None)
+
+
 @pytest.mark.parametrize(("level", "lines"), [(logging.DEBUG, 2), (logging.INFO, 0)])
 def test_each_chunk_is_a_line_of_the_debug_log(client: GenerateClient, level: int, lines: int) -> None:
     """With its place in the stream and its time; the session's id is added to each line of the log."""

@@ -50,6 +50,9 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     session_idle_s: float = 300.0
     by_deadline: bool = False
     """Whether the engine wants to know when a chunk is due (`omni.scheduling`)."""
+    window_frames: int | None = None
+    """Latent frames that a chunk sees, where a session may choose fewer; None = it may not."""
+    sink_frames: int | None = None
     chunks_in_flight: int = 1
     """Chunks of a session that the engine works on at once (`OmniConfig`)."""
     target_fps: float | None = None

@@ -198,6 +198,7 @@ class _Client(LiveClient):
                 seed=init.seed,
                 height=self._size[0],
                 width=self._size[1],
+                **init.window(self.facts.window_frames, self.facts.sink_frames),
             ),
             options={} if init.start_pose is None else init.start_pose.as_option(),
             replies=ReplyOptions(

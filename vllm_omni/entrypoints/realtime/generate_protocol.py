@@ -55,7 +55,8 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG, WebP or GIF bytes, or a `data:` URL.
     prompts: extension; prompts that follow `prompt`, each from its second or chunk on; a prompt event comes in between.
     num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
-    jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded. lora: LoRA adapters,
+    jpeg. realtime_causal_kv_cache_num_frames, realtime_causal_sink_size: the session's window and sinks.
+    realtime_preview_max_width: frames are scaled down to this width before they are encoded. lora: LoRA adapters,
     `[{"name", "scale"}]`. start_pose: extension; where in the world the first frame was taken.
     """
 
@@ -78,6 +79,8 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     output_compression: Annotated[int, msgspec.Meta(ge=1, le=100)] | None = None
     realtime_preview_max_width: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None
     realtime_output_pacing: bool = False
+    realtime_causal_kv_cache_num_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    realtime_causal_sink_size: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     enable_frame_interpolation: bool = False
     enable_upscaling: bool = False
     lora: Loras | None = None
@@ -100,6 +103,19 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
         if found is None:
             raise DoorError("invalid_request", "size must look like 832x480", param="size")
         return int(found[2]), int(found[1])
+
+    def window(self, most_frames: int | None, most_sinks: int | None) -> dict[str, int | None]:
+        """Fields of `WorldStart` for the session's window. most_*: the server's; None = a session cannot choose.
+
+        The original's page sends 18 and 9 by itself, so that larger values become the server's.
+        """
+        frames, sinks = self.realtime_causal_kv_cache_num_frames, self.realtime_causal_sink_size
+        if most_frames is None or most_sinks is None:
+            return {}
+        return {
+            "window_frames": None if frames is None else min(frames, most_frames),
+            "sink_frames": None if sinks is None else min(sinks, most_sinks),
+        }
 
     def script(self, space: ActionSpace = CAMERA_SPACE) -> Script | States | None:
         """The actions that steer the first chunks, if the client sent some. Raises `DoorError`."""

@@ -56,14 +56,16 @@ class WorldStart:
     """How the request's world begins, if it does not yet exist.
 
     load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop. height, width: pixels, None = as the
-    session or the server has them. seed: -1 = the session draws one. restart: an existing world is given up for this
-    one.
+    session or the server has them. window_frames, sink_frames: likewise, latent frames. seed: -1 = the session draws one.
+    restart: an existing world is given up for this one.
     """
 
     load_image: Callable[[int, int], np.ndarray] | None = None
     seed: int | None = None
     height: int | None = None
     width: int | None = None
+    window_frames: int | None = None
+    sink_frames: int | None = None
     restart: bool = False
 
 

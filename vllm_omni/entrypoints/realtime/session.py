@@ -314,6 +314,8 @@ class Session:
             seed=self.seed if is_start else None,
             height=self.height if is_start else None,
             width=self.width if is_start else None,
+            window_frames=job.start.window_frames if is_start else None,
+            sink_frames=job.start.sink_frames if is_start else None,
             actions=None if controls.actions is None else list(controls.actions),
             deadline_s=None if due is None else due.in_s,
             chunk_period_s=None if due is None else due.period_s,

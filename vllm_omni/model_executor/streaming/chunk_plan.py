@@ -97,11 +97,11 @@ def resolve_chunks(
     else:
         asked = (options.sink_frames, stated.sink_frames, sink_frames)
         sink = next(value for value in asked if value is not None)
-        _check_sliding(window, sink, chunk)
+        check_sliding(window, sink, chunk)
     return ChunkPlan(first, chunk, window, sink)
 
 
-def _check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> None:
+def check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> None:
     """Raise ValueError if a window that slides leaves a chunk no room beside its sinks."""
     if sink_frames + chunk_frames > window_frames:
         raise ValueError(

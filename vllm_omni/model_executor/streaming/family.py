@@ -33,13 +33,14 @@ def streaming_family(
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
     why_not: Callable[[Path], str | None] | None = None,
     takes_adapters: bool = False,
+    session_windows: bool = False,
     plan: FamilyPlan | None = None,
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
 
     read: (the family's part of `hf_config`, options) -> the stream. check_options: refusals beyond those of `read` and
     the video's size. check_parallel: (stream, options, ranks that share layers, stages). facts: fields
-    of `WorldFacts` beside the chunks' lengths.
+    of `WorldFacts` beside the chunks' lengths. session_windows: as `SupportsSessionWindows`.
     """
 
     def default_size(config: dict[str, Any]) -> tuple[int, int]:
@@ -59,6 +60,8 @@ def streaming_family(
             "latent_frames_per_chunk": chunks.chunk_frames,
             "first_chunk_latent_frames": chunks.first_chunk_frames,
             "first_stride": chunks.rate.first,
+            "window_frames": chunks.window_frames if session_windows else None,
+            "sink_frames": chunks.sink_frames if session_windows else None,
             **facts(stream),
         }
 

@@ -9,6 +9,7 @@ Held by the pipeline and parallel tests of the models.
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -116,8 +117,15 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
         decoder = self.decoder if shape.output != "latents" else None
         layout = None if decoder is None else decoder.state_layout(shape.height, shape.width)
         layouts, window = StateLayouts(layout, self.own_layout(shape)), self.make_window(shape)
-        session: Session = self.session_type(session_id, shape, self.plan, window, layouts, reserved_bytes)
+        session: Session = self.session_type(session_id, shape, self.plan_of(shape), window, layouts, reserved_bytes)
         return session
+
+    def plan_of(self, shape: Shape) -> ChunkPlan:
+        """Return the chunk plan of sessions of this shape: the server's, with their own window."""
+        if shape.window is None:
+            return self.plan
+        window_frames, sink_frames = shape.window
+        return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
     def _reserved_bytes(self, shape: Shape) -> int:
         """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention K/V."""

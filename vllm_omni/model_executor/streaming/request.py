@@ -6,7 +6,7 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from vllm_omni.actions import ACTION_TENSORS, ActionRows, ActionSpace, read_acti
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams, refuse_unused
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, check_sliding
 from vllm_omni.model_executor.streaming.session import SessionShape, StreamingSession
 from vllm_omni.outputs import RequestFailed
 
@@ -52,12 +52,33 @@ def check_unused(params: DiffusionParams, *, actions: bool) -> None:
     refuse_unused(params, ("prompt", "seed", "height", "width", *(("actions",) if actions else ())))
 
 
+def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | None:
+    """Return (window_frames, sink_frames) that a session's first chunk asks for, None if it names neither."""
+    if params.window_frames is None and params.sink_frames is None:
+        return None
+    window = plan.window_frames if params.window_frames is None else params.window_frames
+    sinks = plan.sink_frames if params.sink_frames is None else params.sink_frames
+    if window > plan.window_frames:
+        raise RequestFailed(
+            "invalid_request", f"window_frames is at most the server's {plan.window_frames}, got {window}"
+        )
+    try:
+        replace(plan, window_frames=window, sink_frames=sinks)
+        if sinks != plan.sink_frames or window != plan.window_frames:
+            check_sliding(window, sinks, plan.chunk_frames)
+    except ValueError as error:
+        raise RequestFailed("invalid_request", str(error)) from error
+    return window, sinks
+
+
 def check_unchanged(params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuse another value for a field that the first chunk fixed. others: a model's own, name -> (sent, fixed)."""
     fixed_by_all = {
         "height": (params.height, shape.height),
         "width": (params.width, shape.width),
         "output": (params.output, shape.output),
+        "window_frames": (params.window_frames, "the server's" if shape.window is None else shape.window[0]),
+        "sink_frames": (params.sink_frames, "the server's" if shape.window is None else shape.window[1]),
     }
     for name, (sent, fixed) in {**fixed_by_all, **others}.items():
         if sent is not None and sent != fixed:

@@ -9,7 +9,7 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 import msgspec
@@ -78,11 +78,15 @@ class Windows(Protocol):
 
 @dataclass(frozen=True)
 class SessionShape:
-    """Sizes fixed by a session's first chunk. output: `latents` sessions keep no decoder cache, the others do."""
+    """Sizes fixed by a session's first chunk. output: `latents` sessions keep no decoder cache, the others do.
+
+    window: (window_frames, sink_frames) of this session; None = the server's.
+    """
 
     height: int
     width: int
     output: Output
+    window: tuple[int, int] | None = field(default=None, kw_only=True)
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -271,6 +275,8 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
             height=self.shape.height,
             width=self.shape.width,
             output=self.shape.output,
+            window_frames=None if self.shape.window is None else self.shape.window[0],
+            sink_frames=None if self.shape.window is None else self.shape.window[1],
             options=self.opening_options(),
         )
 

@@ -9,7 +9,8 @@ Held by tests/worker/test_diffusion_model_runner.py and test_in_flight.py there.
 
 import torch
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsSessionWindows, SupportsStepExecution
 from vllm_omni.model_executor.lora.store import NoAdapters, Selection, named
 from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.model_executor.stage_timer import StageTimer
@@ -35,6 +36,13 @@ class Admission:
         self._in_flight = in_flight
         self._device = device
 
+    def _check_window(self, params: DiffusionParams) -> None:
+        chosen = params.window_frames is not None or params.sink_frames is not None
+        if chosen and not isinstance(self._model, SupportsSessionWindows):
+            raise RequestFailed(
+                "invalid_request", "window_frames and sink_frames are fixed by this server: leave them out"
+            )
+
     def admit(self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None) -> None:
         """Give the request its session and its conditions; run a session operation at once, answered in `outputs`.
 
@@ -52,6 +60,7 @@ class Admission:
                     "invalid_request", f"one_shot needs a new session_id, {params.session_id!r} is live"
                 )
             if params.session_id not in self._sessions:
+                self._check_window(params)
                 nbytes = self._model.session_nbytes(params)
                 self._sessions.make_room(nbytes)
                 self._sessions.add(self._model.new_session(params))

@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _SAMPLES = 16
 """Values of each parameter that its digest sees."""
-_SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "options")
+_SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "window_frames", "sink_frames", "options")
 """Fields of a first chunk's request that a snapshot may hold."""
 
 Answer = dict[str, Any]

@@ -39,5 +39,6 @@ FAMILY = streaming_family(
         "key_focal": ACTION_FOCAL,
     },
     takes_adapters=True,
+    session_windows=True,
     plan=PLAN,
 )

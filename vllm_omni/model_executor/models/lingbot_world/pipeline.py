@@ -86,11 +86,11 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
         network = self.transformer
-        common = {"sink_frames": self.plan.sink_frames, "device": network.device, "rings": network.rings}
+        common = {"sink_frames": self.plan_of(shape).sink_frames, "device": network.device, "rings": network.rings}
         return KVWindow(**common, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        return {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan.window_frames}
+        return {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan_of(shape).window_frames}
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 

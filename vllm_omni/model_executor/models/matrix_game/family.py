@@ -33,5 +33,6 @@ FAMILY = streaming_family(
     facts=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=lambda config, omni: Capabilities(fps=FPS),
     takes_adapters=True,
+    session_windows=True,
     plan=PLAN,
 )

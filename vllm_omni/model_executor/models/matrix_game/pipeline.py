@@ -89,13 +89,13 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
 
     def make_window(self, shape: SessionShape) -> ActionWindows:
         network = self.transformer
-        common = {"sink_frames": self.plan.sink_frames, "device": network.device, "rings": network.rings}
+        common = {"sink_frames": self.plan_of(shape).sink_frames, "device": network.device, "rings": network.rings}
         sizes = self._window_sizes(shape)
         return ActionWindows(**{name: KVWindow(**common, **own) for name, own in sizes.items()})
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, dict[str, Any]]:
         config, parallel, heads = self.config, self.parallel, self.config.action_heads
-        trunk = {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan.window_frames}
+        trunk = {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan_of(shape).window_frames}
         action = {**trunk, "num_layers": len(self.transformer.action_blocks())}
         mouse = {**action, "num_heads": heads // parallel.size, "head_dim": config.mouse_width // heads}
         keyboard = {**action, "num_heads": heads // parallel.tensor_size, "head_dim": config.keyboard_width // heads}

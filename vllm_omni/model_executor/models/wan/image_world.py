@@ -8,7 +8,7 @@ Held by the pipeline tests of LingBot World and Matrix-Game.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 import torch
@@ -19,7 +19,7 @@ from vllm_omni.model_executor.models.wan.chunk_model import Layout, Setup, WanCh
 from vllm_omni.model_executor.models.wan.components import LaterCondition
 from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout, ConditionState, GreyCondition
 from vllm_omni.model_executor.streaming.model import Chunk
-from vllm_omni.model_executor.streaming.request import read_size
+from vllm_omni.model_executor.streaming.request import read_size, read_window
 from vllm_omni.model_executor.streaming.session import (
     OwnLayout,
     SessionScalars,
@@ -93,6 +93,8 @@ class ImageWorldModel(
 ):
     """Base of such a world. A family's `build` ends with `_add_condition`."""
 
+    session_windows: ClassVar[bool] = True
+
     condition: GreyCondition | None
     """None on ranks that embed no patches."""
 
@@ -102,7 +104,8 @@ class ImageWorldModel(
             self.condition = GreyCondition(self.vae, later, chunk_frames=self.plan.chunk_frames)
 
     def read_shape(self, params: DiffusionParams) -> SessionShape:
-        shape = SessionShape(*read_size(params, self.config, self.omni), params.output)
+        window = read_window(params, self.plan)
+        shape = SessionShape(*read_size(params, self.config, self.omni), params.output, window=window)
         self.vae.check_height(shape.height)
         return shape
 
