@@ -311,3 +311,16 @@ def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) ->
 def test_the_pages_address_is_known_beforehand(world: str, given: tuple[str, ...], page: str | None) -> None:
     """It is printed at once, before the minute that the engine takes."""
     assert plan(world, *given).page == page
+
+
+@pytest.mark.parametrize(
+    ("environ", "timeout"),
+    [({}, "2"), ({"OTEL_EXPORTER_OTLP_TIMEOUT": "7"}, None), ({"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "7"}, None)],
+)
+def test_an_exit_does_not_wait_long_for_a_collector_that_is_down(
+    environ: dict[str, str], timeout: str | None, world: str
+) -> None:
+    """The batches of spans that are left have two seconds each, unless the operator says otherwise."""
+    planned = plan(world, "--otlp-traces-endpoint", "http://localhost:1", environ=environ)
+    assert planned.environ.get("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT") == timeout
+    assert "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT" not in plan(world).environ

@@ -55,6 +55,9 @@ _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SPACE_GIB = "4"
 
 _STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+_EXPORT_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+_EXPORT_TIMEOUT_S = "2"
+"""OpenTelemetry's default of 10 s for each batch makes an exit wait 30 s for a collector that is down."""
 # Groups whose plugins vLLM loads unasked; endpoint plugins it loads only by name.
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -132,6 +135,8 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins, family.endpoint_plugins)}
     if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {*environ, *flags.values}:
         variables[_CPU_SPACE] = _CPU_SPACE_GIB
+    if "otlp-traces-endpoint" in flags.values and environ.keys().isdisjoint(_EXPORT_TIMEOUTS):
+        variables[_EXPORT_TIMEOUTS[0]] = _EXPORT_TIMEOUT_S
     plain = shlex.join(["vllm", "serve", *_without_keys(_without(argv, _WEBSOCKET_FLAGS)), *added])
     return ServePlan(
         title=family.title,

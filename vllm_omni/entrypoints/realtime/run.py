@@ -56,7 +56,7 @@ class WorldStart:
     """How the request's world begins, if it does not yet exist.
 
     load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop. height, width: pixels, None = as the
-    session or the server has them. window_frames, sink_frames: likewise, latent frames. seed: -1 = the session draws one.
+    session or the server has them. window_frames, sink_frames: likewise, latent frames. seed: -1 = drawn.
     restart: an existing world is given up for this one.
     """
 
