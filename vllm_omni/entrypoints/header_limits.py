@@ -2,8 +2,8 @@
 """Bounds of a request's headers, by vLLM's own options: `--h11-max-incomplete-event-size`, `--h11-max-header-count`.
 
 Headers are held before any key is checked. httptools holds any amount of them and reads neither option; h11
-(`http_parser.py`) ends the connection at the first one. The second one is vLLM's alone, so it is checked here. A WebSocket's handshake is an HTTP request, with the same bounds.
-Held by tests/entrypoints/test_header_limits.py.
+(`http_parser.py`) ends the connection at the first one. The second one is vLLM's alone, so it is checked here. A
+WebSocket's handshake is an HTTP request, with the same bounds. Held by tests/entrypoints/test_header_limits.py.
 """
 
 from collections.abc import AsyncIterator
