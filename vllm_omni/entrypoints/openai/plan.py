@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from vllm_omni.actions import ActionEntry, as_entry
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
 from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
 from vllm_omni.entrypoints.realtime.action_messages import camera_frames, convert_frames, read_script
@@ -217,12 +217,9 @@ def _sampling(
     request: ImageGenerationRequest | VideoRequest, served: ServedModel, sizes: Sizes, automatic: tuple[int, int]
 ) -> Sampling:
     capabilities = served.capabilities
-    if request.model is not None and request.model not in served.names:
-        raise not_found(
-            f"The model {request.model[:100]!r} does not exist; served: {', '.join(served.names)}",
-            "model",
-            "model_not_found",
-        )
+    selected = served.adapter_named(request.model)
+    named = [Lora(name=one.name, scale=one.scale) for one in request.lora or ()]
+    lora = [*(one for one in selected if one.name not in {other.name for other in named}), *named]
     if request.negative_prompt and not capabilities.negative_prompt:
         raise unsupported(served, "use a negative_prompt", "negative_prompt")
     if request.num_inference_steps is not None:
@@ -245,7 +242,7 @@ def _sampling(
         seed=definite_seed(request.seed),
         steps=request.num_inference_steps or capabilities.num_inference_steps,
         guidance=guidance,
-        lora=None if request.lora is None else [Lora(name=one.name, scale=one.scale) for one in request.lora],
+        lora=None if request.lora is None and not lora else lora,
         options=_checked_options(options),
     )
 
