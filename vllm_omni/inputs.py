@@ -124,7 +124,7 @@ _CONTENT = (
     *("prompt", "seed", "height", "width", "actions", "negative_prompt", "num_frames", "num_inference_steps"),
     *("guidance_scale", "num_images", "fps"),
 )
-"""Fields of `DiffusionParams` that say what to generate."""
+"""Fields of `DiffusionParams` that describe the result."""
 
 
 def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
@@ -132,7 +132,7 @@ def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
 
     Args:
         params: The request.
-        used: The model's own among the fields that say what to generate (`_CONTENT`).
+        used: The model's own among the fields that describe the result (`_CONTENT`).
 
     Raises:
         RequestFailed: `invalid_request` that names the fields.

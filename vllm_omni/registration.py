@@ -105,7 +105,7 @@ class OmniConfigParser(ConfigParserBase):
 
 
 def read_checkpoint(path: Path) -> OmniPipelineConfig:
-    """Return what the directory's family reads there. Raises ValueError in one line."""
+    """Return the config that the directory's family reads. Raises ValueError in one line."""
     check_files(path)
     family = detect_family(path)
     values: dict[str, Any] = {"omni_family": family.name, **family.hf_config(path)}

@@ -347,6 +347,15 @@ HELD_BY = {
     "so the two exclude each other (an error at start)": (
         "tests/core/test_ar_hidden_states_scheduler.py::test_it_refuses_to_share_its_field"
     ),
+    "With any other scheduler the worker refuses to start": (
+        "tests/worker/test_ar_hidden_states_offered.py::"
+        "test_a_worker_without_the_scheduler_that_carries_them_does_not_start"
+    ),
+    "A worker that does not fit the model is refused at the start": "tests/test_worker_choice.py",
+    "a parameter of image models (`num_inference_steps`, `guidance_scale`, `negative_prompt`) is refused": (
+        "tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py::"
+        "test_a_bad_first_request_is_named_and_changes_nothing"
+    ),
     "stock auto-detection refuses them": "tests/test_import_purity.py",  # of stock vLLM: why the format is ours
     "Every other combination is refused before any process starts": "tests/test_combinations.py",
 }

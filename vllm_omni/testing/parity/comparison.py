@@ -187,18 +187,18 @@ def run_scenarios(
     return report
 
 
-def check_recorded(what: str, values: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+def check_recorded(name: str, values: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
     """Return the recorded configuration of a network, `values`.
 
     Args:
-        what: The configuration, for the error message.
+        name: Of the configuration, for the error message.
         known: Keys that the comparison reads, or that are known to change nothing it compares.
 
     Raises:
         ValueError: A key is not known; a comparison without it would be one of another model.
     """
     if unknown := sorted(set(values) - set(known)):
-        raise ValueError(f"{what} has settings that are not understood: {', '.join(unknown[:3])}")
+        raise ValueError(f"{name} has settings that are not understood: {', '.join(unknown[:3])}")
     return values
 
 
