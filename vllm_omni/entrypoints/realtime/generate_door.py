@@ -181,6 +181,7 @@ class _Client(LiveClient):
     def _job(self, init: protocol.Init) -> Job:
         kind = (init.realtime_output_format or "raw").replace("-", "_")
         image = self._image
+        window_frames, sink_frames = init.window(self.facts.window_frames, self.facts.sink_frames)
         return Job(
             request_id=uuid.uuid4().hex,
             source=_KeyedSource(
@@ -195,7 +196,8 @@ class _Client(LiveClient):
                 seed=init.seed,
                 height=self._size[0],
                 width=self._size[1],
-                **init.window(self.facts.window_frames, self.facts.sink_frames),
+                window_frames=window_frames,
+                sink_frames=sink_frames,
             ),
             replies=ReplyOptions(
                 render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
