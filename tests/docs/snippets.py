@@ -8,6 +8,7 @@ installed script itself is started by tests/entrypoints/cli/test_demo.py, and `d
 
 import argparse
 import ast
+import builtins
 import contextlib
 import importlib
 import io
@@ -263,6 +264,70 @@ def check_python_code(text: str) -> None:
                         importlib.import_module(f"{node.module}.{alias.name}")
         except ImportError as error:
             raise DocsError(f"line {node.lineno}: {error}") from error
+
+
+STAND_INS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": "my_text_model",
+    '{"hidden_state_layers": [12]}': '{"hidden_state_layers": [1]}',
+    "(12, -1)": "(1, -1)",
+}
+"""Text of snippets that needs downloads -> text for the tiny model of the same page."""
+
+_SERVER = ":8000"
+_STARTS_ENGINES = ("LLM(", "WorldVectorEnv.load(")
+
+
+def snippet_kind(snippet: Snippet) -> str:
+    """How a Python block is run.
+
+    Returns:
+        `fragment`: not run, because it uses names that it does not define. `plain`: needs neither engine nor server, or
+        only defines functions. `engine`: starts an engine. `client`: calls the server of its page.
+    """
+    tree = ast.parse(snippet.text)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    definitions = (ast.FunctionDef, ast.ClassDef)
+    bound |= {node.name for node in ast.walk(tree) if isinstance(node, definitions)}
+    bound |= {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    if used - bound - set(dir(builtins)) - {"__name__"}:
+        return "fragment"
+    if all(isinstance(node, (*definitions, ast.Import, ast.ImportFrom)) for node in tree.body):
+        return "plain"
+    if _SERVER in snippet.text:
+        return "client"
+    return "engine" if any(call in snippet.text for call in _STARTS_ENGINES) else "plain"
+
+
+def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Path:
+    """Write a block as a script, as printed but for `STAND_INS` and the port of the page's server."""
+    text = snippet.text
+    for shown, stand_in in STAND_INS.items():
+        text = text.replace(shown, stand_in)
+    if port is not None:
+        text = text.replace(_SERVER, f":{port}")
+    script = folder / f"{snippet.path.stem}_{snippet.line}.py"
+    script.write_text(text)
+    return script
+
+
+def server_command(page: Path, folder: Path, port: int) -> list[str]:
+    """The first `vllm serve` command of a page whose model lies in `folder`, with another port."""
+    for snippet in snippets(page):
+        for command in commands(snippet.text) if snippet.language in ("bash", "sh", "shell") else []:
+            if command[:2] == ["vllm", "serve"] and (folder / command[2]).is_dir() and "--omni" in command:
+                words = command[1:]
+                if "--port" in words:
+                    at = words.index("--port")
+                    words = words[:at] + words[at + 2 :]
+                return [*words, "--port", str(port)]
+    raise DocsError(f"{page}: no `vllm serve` command of a model that the page makes")
 
 
 def check_json(text: str) -> None:

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command, code block and link in the documentation is real."""
 
+import os
 import re
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import snippets as docs
+from helpers.forked_scripts import run_script
+from helpers.ports import port_for_a_server
+from helpers.waits import seconds, wait_until
+
+from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
 SHELL = ("bash", "sh", "shell", "console")
 ALL = [snippet for path in docs.documents() for snippet in docs.snippets(path)]
@@ -25,7 +34,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet],
     @cache
     def folder_for(page: Path) -> Path:
         folder = tmp_path_factory.mktemp("reader")
-        for name in ("tests", "examples", "benchmarks"):
+        for name in ("tests", "examples", "benchmarks", "vllm_omni"):
             (folder / name).symlink_to(docs.REPO / name)
         return folder
 
@@ -43,6 +52,108 @@ def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet
 def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
     """Names that were renamed or removed are found here."""
     docs.check_python_code(snippet.text)
+
+
+def of_kind(kind: str) -> list[object]:
+    found = [snippet for snippet in ALL if snippet.language in ("python", "py") and docs.snippet_kind(snippet) == kind]
+    return [pytest.param(snippet, id=snippet.where) for snippet in found]
+
+
+@pytest.mark.parametrize("snippet", of_kind("plain"))
+def test_a_complete_snippet_runs(snippet: docs.Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script, in a folder of the reader's."""
+    monkeypatch.chdir(tmp_path)
+    ended = run_script(docs.write_script(snippet, tmp_path))
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def prepare(page: Path, folder: Path) -> None:
+    """Run the commands of a page that write models, and put a start image and a text model beside them."""
+    for snippet in docs.snippets(page):
+        for command in docs.commands(snippet.text) if snippet.language in SHELL else []:
+            if (
+                command[:2] in (["vllm-omni", "make-tiny"], ["vllm-omni", "make-world"])
+                and not (folder / next(word for word in reversed(command[2:]) if not word.startswith("-"))).exists()
+            ):
+                docs.check_command(command, folder)
+    start = docs.REPO / "vllm_omni" / "entrypoints" / "cli" / "data" / "start.png"
+    (folder / "start.png").write_bytes(start.read_bytes())
+    if "my_text_model" in page.read_text() and not (folder / "my_text_model").exists():
+        write_tiny_language_model(folder / "my_text_model")
+
+
+def printed_environment() -> dict[str, str]:
+    """Without the memory that the suite's engines are given, as on a reader's machine."""
+    return {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+
+
+@pytest.mark.nightly  # an engine each, 30 to 60 s
+@pytest.mark.parametrize("snippet", of_kind("engine"))
+def test_a_snippet_with_an_engine_runs(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
+    """On this machine, with the models that its page makes and no variable set."""
+    folder = reader(snippet)
+    prepare(snippet.path, folder)
+    script = docs.write_script(snippet, folder)
+    ended = subprocess.run(
+        [sys.executable, script],
+        cwd=folder,
+        env=printed_environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds(400),
+        check=False,
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
+
+
+@pytest.mark.nightly  # a server each, 30 to 90 s
+@pytest.mark.parametrize("snippet", of_kind("client"))
+def test_a_snippet_of_a_client_runs(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
+    """Against the server that its page starts."""
+    folder, port = reader(snippet), port_for_a_server()
+    prepare(snippet.path, folder)
+    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main"]
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [*command, *docs.server_command(snippet.path, folder, port)],
+            cwd=folder,
+            env=printed_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: is_healthy(server, port), 600, lambda: log.read_text()[-3000:], every_s=0.5)
+        script = docs.write_script(snippet, folder, port)
+        ended = subprocess.run(
+            [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=seconds(200), check=False
+        )
+        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:] + log.read_text()[-2000:]
+    finally:
+        server.terminate()
+        try:
+            server.wait(seconds(60))
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
+    assert server.poll() is None, "the server has ended"
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=seconds(5)) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_kinds_of_snippets_are_told_apart() -> None:
+    """A block that lost its imports would be a fragment, and not be run."""
+    kinds = {
+        snippet.where.rpartition("/")[2]: docs.snippet_kind(snippet) for snippet in ALL if snippet.language == "python"
+    }
+    counts = {kind: sum(found == kind for found in kinds.values()) for kind in kinds.values()}
+    assert counts["plain"] >= 12 and counts["engine"] >= 3 and counts["client"] >= 4 and counts["fragment"] <= 8
+    assert docs.snippet_kind(docs.Snippet(Path("x"), 1, "python", "import os\nprint(missing)")) == "fragment"
 
 
 @of("json")

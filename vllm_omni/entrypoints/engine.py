@@ -82,6 +82,7 @@ class OmniEngine:
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         # The engine's log lines name a request by this.
         request_id = "-".join(["omni", *log_context.current().values(), self._process, str(next(self._numbers))])
+        sent_s = time.monotonic()
         try:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()} if arrays else None
             answer: PoolingRequestOutput | None = None
@@ -89,7 +90,10 @@ class OmniEngine:
                 answer = output
             if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
                 raise RequestFailed("cancelled", "the request was cancelled")
-            return unpack_arrays(answer.outputs.data)
+            meta, results = unpack_arrays(answer.outputs.data)
+            if logger.isEnabledFor(logging.DEBUG) and "chunk_index" in meta:
+                _log_chunk(meta, time.monotonic() - sent_s)
+            return meta, results
         except asyncio.CancelledError:
             await self._client.abort(request_id)  # a dropped `encode` generator does not; unknown ids are ignored
             raise
@@ -225,3 +229,12 @@ class OmniEngine:
         except Exception as error:  # boundary: the worker's exception arrives as a plain one
             logger.debug("worker RPC %s failed", method, exc_info=True)
             raise RequestFailed("engine_error", f"the worker did not answer {method}") from error
+
+
+def _log_chunk(meta: Mapping[str, Any], wall_s: float) -> None:
+    """One line for each chunk of any endpoint. wall_s: from the request to its result."""
+    stages = " ".join(f"{name}={sum(times):.1f}" for name, times in meta.get("timings_ms", {}).items())
+    logger.debug(
+        "chunk index=%s first_frame=%s frames=%s wall_ms=%.1f %s",
+        *(meta["chunk_index"], meta.get("first_frame"), meta.get("num_frames"), wall_s * 1e3, stages),
+    )

@@ -16,7 +16,7 @@ from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, png
 from helpers.logged import logged
 from helpers.waits import seconds, wait_until
 
-from vllm_omni.entrypoints.realtime import session
+from vllm_omni.entrypoints import engine as engine_client
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import DiffusionParams
@@ -116,7 +116,7 @@ def test_the_causal_window_is_the_sessions(
 @pytest.mark.parametrize(("level", "lines"), [(logging.DEBUG, 2), (logging.INFO, 0)])
 def test_each_chunk_is_a_line_of_the_debug_log(client: GenerateClient, level: int, lines: int) -> None:
     """With its place in the stream and its time; the session's id is added to each line of the log."""
-    with logged(session.logger, level) as texts:
+    with logged(engine_client.logger, level) as texts:
         client.init(max_chunks=2)
         client.chunk()
         client.chunk()

@@ -184,6 +184,7 @@ class _Client(LiveClient):
     def _job(self, init: protocol.Init) -> Job:
         kind = (init.realtime_output_format or "raw").replace("-", "_")
         image = self._image
+        window_frames, sink_frames = init.window(self.facts.window_frames, self.facts.sink_frames)
         return Job(
             request_id=uuid.uuid4().hex,
             source=_KeyedSource(
@@ -198,7 +199,8 @@ class _Client(LiveClient):
                 seed=init.seed,
                 height=self._size[0],
                 width=self._size[1],
-                **init.window(self.facts.window_frames, self.facts.sink_frames),
+                window_frames=window_frames,
+                sink_frames=sink_frames,
             ),
             options={} if init.start_pose is None else init.start_pose.as_option(),
             replies=ReplyOptions(

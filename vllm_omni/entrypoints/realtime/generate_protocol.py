@@ -104,18 +104,18 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
             raise DoorError("invalid_request", "size must look like 832x480", param="size")
         return int(found[2]), int(found[1])
 
-    def window(self, most_frames: int | None, most_sinks: int | None) -> dict[str, int | None]:
-        """Fields of `WorldStart` for the session's window. most_*: the server's; None = a session cannot choose.
+    def window(self, most_frames: int | None, most_sinks: int | None) -> tuple[int | None, int | None]:
+        """Window and sinks of the session, None = the server's. most_*: the server's; None = a session cannot choose.
 
         The original's page sends 18 and 9 by itself, so that larger values become the server's.
         """
         frames, sinks = self.realtime_causal_kv_cache_num_frames, self.realtime_causal_sink_size
         if most_frames is None or most_sinks is None:
-            return {}
-        return {
-            "window_frames": None if frames is None else min(frames, most_frames),
-            "sink_frames": None if sinks is None else min(sinks, most_sinks),
-        }
+            return None, None
+        return (
+            None if frames is None else min(frames, most_frames),
+            None if sinks is None else min(sinks, most_sinks),
+        )
 
     def script(self, space: ActionSpace = CAMERA_SPACE) -> Script | States | None:
         """The actions that steer the first chunks, if the client sent some. Raises `DoorError`."""

@@ -365,12 +365,6 @@ class Session:
         self.next_chunk, self.next_frame = index + 1, first_frame + num_frames
         timings_ms = result.meta.get("timings_ms", {})
         self.meter.chunk_done(num_frames, self._manager.facts.fps, timings_ms, result.wall_ms / 1e3)
-        if logger.isEnabledFor(logging.DEBUG):
-            stages = " ".join(f"{name}={sum(times):.1f}" for name, times in timings_ms.items())
-            logger.debug(
-                "chunk index=%d first_frame=%d frames=%d wall_ms=%.1f %s",
-                *(index, first_frame, num_frames, result.wall_ms, stages),
-            )
         run.completed += 1
         return FinishedChunk(
             session_id=self.session_id,
