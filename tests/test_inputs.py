@@ -19,7 +19,7 @@ def test_params_and_tensors_survive_the_wire() -> None:
     from vllm import PoolingParams
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    params = DiffusionParams(session_id="s", prompt="p", seed=2**63 - 1, actions=[["w"], []], options={"x": [1.5]})
+    params = DiffusionParams(session_id="s", prompt="p", seed=2**64 - 1, actions=[["w"], []], options={"x": [1.5]})
     tensors = {"poses": torch.eye(4).repeat(9, 1, 1), "image": torch.arange(24, dtype=torch.uint8).reshape(2, 4, 3)}
     wire = MsgpackEncoder().encode(params.to_pooling_params(tensors))
     extra = MsgpackDecoder(PoolingParams).decode(wire).extra_kwargs
@@ -37,7 +37,7 @@ def test_params_and_tensors_survive_the_wire() -> None:
         ({"session_id": "a" * 129}, "session_id"),
         ({"session_id": "a\n"}, "session_id"),
         ({"session_id": "s", "chunk_index": -1}, "chunk_index"),
-        ({"session_id": "s", "seed": 2**63}, "seed"),
+        ({"session_id": "s", "seed": 2**64}, "seed"),
         ({"session_id": "s", "height": 4}, "height"),
         ({"session_id": "s", "output": "mp4"}, "output"),
         ({"session_id": "s", "op": "explode"}, "op"),

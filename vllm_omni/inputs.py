@@ -16,6 +16,7 @@ import torch
 
 from vllm_omni.actions import MAX_ENTRIES, ActionEntry
 from vllm_omni.outputs import RequestFailed, pack, unpack
+from vllm_omni.seeds import Seed, check_seed
 
 if TYPE_CHECKING:
     from vllm import PoolingParams
@@ -29,7 +30,6 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Output = Literal["rgb", "latents", "both"]
 Text = Annotated[str, msgspec.Meta(max_length=16384)]
-Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,6 +91,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     lora: Loras | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
         """Return stock `PoolingParams` carrying this request and its input tensors (on CPU, copied)."""
         extra_kwargs: dict[str, Any] = {_KEY: msgspec.to_builtins(self)}
@@ -116,7 +119,7 @@ def engine_prompt() -> Any:
 
 @functools.cache
 def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
-    """What a request needs of vLLM, imported with the first one: also a repeated import takes a microsecond."""
+    """The parts of vLLM that a request needs, imported with the first one: a repeated import takes a microsecond."""
     from vllm.inputs import tokens_input
     from vllm.pooling_params import PoolingParams
 

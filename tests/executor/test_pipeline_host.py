@@ -82,7 +82,7 @@ def test_generators_are_seeded_one_after_the_other(make_host: MakeHost) -> None:
     single = host.generators(7, 1)
     first, second = host.generators(6, 2)
     assert single.initial_seed() == second.initial_seed() == 7 and first.initial_seed() == 6
-    assert host.generators(2**63 - 1, 2)[1].initial_seed() == 0
+    assert host.generators(2**64 - 1, 2)[1].initial_seed() == 0
 
 
 def test_reload_takes_the_same_class_only(

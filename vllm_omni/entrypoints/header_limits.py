@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds of a request's headers, by vLLM's own options: `--h11-max-incomplete-event-size`, `--h11-max-header-count`.
 
-Headers are held before any key is checked. uvicorn takes httptools where it is installed, which holds any amount of
-them and reads neither option; h11 ends the connection at the first one. The second one is vLLM's alone, so it is
-checked here. A WebSocket's handshake is an HTTP request, with the same bounds.
+Headers are held before any key is checked. httptools holds any amount of them and reads neither option; h11
+(`http_parser.py`) ends the connection at the first one. The second one is vLLM's alone, so it is checked here. The
+handshake of a WebSocket is an HTTP request, with the same bounds.
 Held by tests/entrypoints/test_header_limits.py.
 """
 
@@ -14,7 +14,6 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 DEFAULT_BYTES: Final = 64 << 10
 """Instead of vLLM's default of 4 MiB, which a few hundred connections would make gigabytes of."""
@@ -45,7 +44,6 @@ def attach(app: FastAPI) -> None:
     @asynccontextmanager
     async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
         config = starting.state.server.config
-        config.http_protocol_class = H11Protocol
         if config.h11_max_incomplete_event_size in (None, VLLM_DEFAULT_BYTES):
             config.h11_max_incomplete_event_size = DEFAULT_BYTES
         config.loaded_app = HeaderCount(config.loaded_app, starting.state.args.h11_max_header_count)

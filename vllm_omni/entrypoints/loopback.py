@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of servers on this machine: they never use the proxy that the environment names.
 
-`http_proxy` without `no_proxy`, as companies and VPN clients set it, would send a connection to 127.0.0.1 to the proxy,
-which refuses it. httpx, urllib and websockets all read these variables; aiohttp does not unless it is told to. Shared
-by the demo, the benchmarks and the examples. Held by tests/entrypoints/test_loopback.py.
+A proxy variable without an exception, as companies and VPN clients set it, would send a connection to 127.0.0.1 to the
+proxy, which refuses it. httpx, urllib and websockets all read these variables; aiohttp does not unless it is told to.
+Shared by the demo, the benchmarks and the examples. Held by tests/entrypoints/test_loopback.py.
 """
 
 import ipaddress

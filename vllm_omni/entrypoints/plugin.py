@@ -109,7 +109,9 @@ class OmniEndpoints:
         manager = SessionManager(worlds, facts, limits, executor, args.allowed_origins, self._operations.quotas)
         options = websocket_options.WebSocketOptions.from_args(args)
         names = dict.fromkeys([*(args.served_model_name or [args.model]), served])
-        self._openai.start(engine_client, list(names), limits, executor, ranks)
+        # vLLM lists these adapters at /v1/models; the state has them before it starts endpoint plugins.
+        adapters = state.openai_serving_models.lora_requests
+        self._openai.start(engine_client, list(names), limits, executor, ranks, lambda: adapters)
         is_world = self._openai.served.capabilities.is_world
         if is_world:
             self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)

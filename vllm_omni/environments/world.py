@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.seeds import definite_seed, nth_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -143,7 +144,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         mask = np.asarray((options or {}).get("reset_mask", np.ones(self.num_envs, bool)))
         seeds: Sequence[int | None] = [None] * self.num_envs
         if seed is not None:
-            seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
+            seeds = seed if not isinstance(seed, int) else [nth_seed(seed, index) for index in range(self.num_envs)]
         which = np.flatnonzero(mask).tolist()
         self._begin(which, [seeds[index] for index in which])
         self._ended[which] = False
@@ -208,10 +209,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             return
         self._close([old.session_id for index in which if (old := self.episodes[index]) is not None])
         prompts = prompts or [self._prompts[index] for index in which]
-        begun = [
-            Episode(_new_id(), secrets.randbits(31) if seed is None else seed, prompt)
-            for seed, prompt in zip(seeds, prompts, strict=True)
-        ]
+        begun = [Episode(_new_id(), definite_seed(seed), prompt) for seed, prompt in zip(seeds, prompts, strict=True)]
         height, width = self._size
         latent_frames = self.facts.first_chunk_latent_frames or self.facts.latent_frames_per_chunk
         params = [

@@ -7,7 +7,6 @@ names no model. Held by tests/executor/test_call_arguments.py.
 """
 
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -31,6 +30,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.tasks import (
     tasks_of,
 )
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import definite_seed
 
 _OURS = ("aspect_ratio", "lora", "prompt_suffix", "first_block_cache")
 """Options that are no argument of any pipeline."""
@@ -155,7 +155,7 @@ def pipeline_call(
     steps = arguments.get("num_inference_steps", default_of(facts.parameters, "num_inference_steps"))
     return PipelineCall(
         arguments=arguments,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=definite_seed(params.seed),
         num_images=1 if facts.video else params.num_images,
         num_steps=steps if isinstance(steps, int) else 0,
         fps=fps,

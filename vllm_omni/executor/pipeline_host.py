@@ -23,6 +23,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
     check_weights,
 )
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
+from vllm_omni.seeds import nth_seed
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -175,7 +176,7 @@ class PipelineHost:
 
     def generators(self, seed: int, count: int) -> Any:
         """The noise sources of one call: seeded `seed`, `seed + 1`, ... (one alone is no list)."""
-        sources = [torch.Generator(self.device).manual_seed((seed + number) % 2**63) for number in range(count)]
+        sources = [torch.Generator(self.device).manual_seed(nth_seed(seed, number)) for number in range(count)]
         return sources[0] if count == 1 else sources
 
     # -- sleep -------------------------------------------------------------------------------------------------

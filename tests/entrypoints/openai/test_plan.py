@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From requests to engine requests: defaults, sizes, lengths and seeds of the served model."""
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -116,6 +117,23 @@ def test_guidance_that_a_model_lacks_is_refused() -> None:
 def test_one_adapter_alone_may_be_an_object(lora: dict[str, Any]) -> None:
     """With the names of vLLM-Omni's clients, too."""
     assert pictures(lora=lora).sampling.lora == [Lora(name="snow", scale=0.5)]
+
+
+def test_an_adapter_is_selected_by_its_name_as_model() -> None:
+    """As vLLM's clients do; adapters of `lora` act besides, and one named twice counts once, at the strength there."""
+    model = dataclasses.replace(served(), adapters=lambda: {"snow", "ink"})
+    for fields, lora in (
+        ({"model": "m"}, None),
+        ({"model": "snow"}, [Lora(name="snow")]),
+        ({"model": "snow", "lora": [{"name": "ink"}]}, [Lora(name="snow"), Lora(name="ink")]),
+        ({"model": "snow", "lora": [{"name": "snow", "scale": 0.5}]}, [Lora(name="snow", scale=0.5)]),
+    ):
+        request = read_request(VideoRequest, {"prompt": "p", **fields})
+        sampling = plan_video(request, model, has_image=False).sampling
+        assert (sampling.lora, sampling.model) == (lora, fields["model"])
+    with pytest.raises(ApiError, match="'wool' does not exist; served: m, alias, ") as refused:
+        plan_video(read_request(VideoRequest, {"prompt": "p", "model": "wool"}), model, has_image=False)
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(

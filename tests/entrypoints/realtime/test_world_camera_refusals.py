@@ -65,7 +65,7 @@ def bent(row: int, column: int, value: float) -> np.ndarray:
         ({"extra_body": {"height": 64, "width": 48}}, "unsupported_size"),
         ({"extra_body": {"video_format": "gif"}}, "unsupported_codec"),
         ({"extra_body": {"num_frames": 21}}, "invalid_camera"),
-        ({"extra_body": {"seed": -1}}, "invalid_request"),
+        ({"extra_body": {"seed": -2}}, "invalid_request"),
         ({"extra_body": {"fps": float("nan")}}, "invalid_request"),
         ({"extra_body": {"height": "32"}}, "invalid_request"),
         ({"extra_body": {"options": {"x": np.zeros(3)}}}, "invalid_request"),

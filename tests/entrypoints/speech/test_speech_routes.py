@@ -79,6 +79,14 @@ def test_any_model_that_speaks_is_served_at_its_own_sample_rate(client: TestClie
     assert hummer.asked == [([7, 8], [5, 0], "low", 3)]
 
 
+def test_a_drawn_seed_is_returned_in_a_header(client: TestClient, hummer: Hummer) -> None:
+    """Sound has no place for it; a request without a seed has no header."""
+    drawn = client.post("/v1/audio/speech", json={"input": "hello", "seed": -1, "response_format": "wav"})
+    plain = client.post("/v1/audio/speech", json={"input": "hello", "response_format": "wav"})
+    assert [seed for *_, seed in hummer.asked] == [int(drawn.headers["x-seed"]), None]
+    assert int(drawn.headers["x-seed"]) >= 0 and "x-seed" not in plain.headers
+
+
 def test_a_voice_is_the_models_to_refuse(client: TestClient, hummer: Hummer) -> None:
     answer = client.post("/v1/audio/speech", json={"input": "hello", "voice": "high"})
     assert answer.status_code == 400 and "known: low" in answer.json()["error"]["message"]

@@ -38,12 +38,8 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         lambda t: {f"diffusion_model.double_blocks.{n}.proj.lora_A.weight": torch.zeros(1, 1) for n in range(4)},
         r"modules that this model lacks or keeps as they are: 4 \((.*double_blocks.*, ){3}\.\.\.\)",
     ),
-    "more layers": (
-        lambda t: {name.replace("blocks.0", "blocks.77"): tensor for name, tensor in t.items()},
-        r"lacks or keeps as they are: 3 \(diffusion_model\.blocks\.77",
-    ),
-    "a text encoder's": (
-        lambda t: {**t, "lora_te1_text_model_encoder.lora_down.weight": torch.zeros(4, 4)},
+    "only a text encoder's": (
+        lambda t: {"lora_te1_text_model_encoder.lora_down.weight": torch.zeros(4, 4)},
         r"lacks or keeps as they are: 1 \(lora_te1_",
     ),
     "another width": (
@@ -100,6 +96,50 @@ def test_refusals(kind: str, target: AdapterTarget, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words) as refusal:
         load(target, tmp_path / "b.safetensors")
     assert "\n" not in str(refusal.value)
+
+
+def _with_image_layers(tensors: Tensors) -> Tensors:
+    """As adapters of Wan 2.1 I2V have them."""
+    name = "diffusion_model.blocks.0.cross_attn"
+    more = {f"{name}.k_img.lora_down.weight": (4, 64), f"{name}.k_img.lora_up.weight": (64, 4)}
+    more |= {f"{name}.k_img.diff_b": (64,), f"{name}.norm_k_img.diff": (64,)}
+    return {**tensors, **{name: torch.zeros(shape) for name, shape in more.items()}}
+
+
+SKIPPED: dict[str, tuple[Callable[[Tensors], Tensors], int, int]] = {
+    "layers for the start image": (_with_image_layers, 4, 4),
+    "more layers": (lambda t: {name.replace("blocks.0", "blocks.77"): tensor for name, tensor in t.items()}, 3, 3),
+    "a text encoder's": (
+        lambda t: {**t, "lora_te1_text_model_encoder.lora_down.weight": torch.zeros(4, 4)},
+        1,
+        4,
+    ),
+    "a text encoder's by another method": (lambda t: {**t, "lora_te1_mlp.hada_w1_a": torch.zeros(4, 4)}, 1, 4),
+    "one module of another width": (
+        lambda t: {n: v[:, :-1].contiguous() if "blocks.1" in n and "down" in n else v for n, v in t.items()},
+        3,
+        3,
+    ),
+    "a norm of another width": (
+        lambda t: {**t, "diffusion_model.blocks.0.self_attn.norm_q.diff": torch.zeros(63)},
+        1,
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_what_does_not_fit_is_skipped_and_listed(kind: str, target: AdapterTarget, tmp_path: Path) -> None:
+    """The other modules act as they do without it."""
+    change, num_skipped, num_modules = SKIPPED[kind]
+    path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
+    plain = load(target, path)
+    save_file(change(load_file(path)), tmp_path / "b.safetensors")
+    weights = load(target, tmp_path / "b.safetensors")
+    assert (len(weights.skipped), len(weights.matrices), plain.skipped) == (num_skipped, num_modules, ())
+    for place, difference in weights.matrices.items():
+        torch.testing.assert_close(difference.up, plain.matrices[place].up)
+    assert weights.digest != plain.digest
 
 
 def test_a_fault_of_another_rank_s_tensors_is_found_too(target: AdapterTarget, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_omni.inputs import Lora, UsedLora
 from vllm_omni.model_executor.lora.active import active_adapters, addresses_key, weights_key
-from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters, named
+from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters, _skipped_line, named
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.outputs import RequestFailed
 
@@ -141,3 +141,11 @@ def test_a_forgotten_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
     assert store.remove(1) and not store.remove(1)
     with pytest.raises(RequestFailed, match="no adapter 'n0'"):
         store.select([Lora(name="n0")])
+
+
+def test_skipped_tensors_are_listed_once_for_all_blocks() -> None:
+    """In one line that a file's names cannot break."""
+    names = [f"blocks.{n}.cross_attn.k_img.diff_b" for n in range(4)] + ["lora_te1\nx.alpha"]
+    line = _skipped_line(names)
+    assert line.endswith(r"skipped: blocks.N.cross_attn.k_img.diff_b (4), lora_te1\nx.alpha (1)")
+    assert "and 10 kinds more" in _skipped_line([f"{'x' * n}.alpha" for n in range(30)])

@@ -11,7 +11,6 @@ Held by tests/entrypoints/openai/test_openai_chat.py.
 """
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -35,14 +34,15 @@ from vllm_omni.entrypoints.openai.chat_request import (
 )
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.clips import read_clip
-from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, invalid, not_found
+from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, invalid
 from vllm_omni.entrypoints.openai.leaving import until_disconnected
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.pictures import read_upload
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, Lora
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import definite_seed
 
 _PIECE_TOKENS: Final = 8
 
@@ -55,6 +55,7 @@ class _Call:
     model: str
     prompt: str
     seed: int
+    lora: list[Lora] | None
     options: dict[str, Any]
     arrays: dict[str, np.ndarray]
     id: str
@@ -93,12 +94,7 @@ class ChatRoutes:
 
     async def _read(self, request: Request, asked: ChatRequest) -> _Call:
         """Check the messages and decode the picture or clip, off the event loop. Raises `ApiError` 400."""
-        if asked.model is not None and asked.model not in self._served.names:
-            raise not_found(
-                f"The model {asked.model[:100]!r} does not exist; served: {', '.join(self._served.names)}",
-                "model",
-                "model_not_found",
-            )
+        lora = self._served.adapter_named(asked.model)
         talk = read_conversation(asked.messages)
         arrays = {} if talk.seen is None else await self._look(request, talk.seen)
         options: dict[str, Any] = {**(asked.extra_params or {}), "modalities": ["text"]}
@@ -118,7 +114,8 @@ class ChatRoutes:
             request=asked,
             model=asked.model or self._served.names[0],
             prompt=talk.question,
-            seed=secrets.randbelow(2**31) if asked.seed is None else asked.seed,
+            seed=definite_seed(asked.seed),
+            lora=lora or None,
             options=options,
             arrays=arrays,
             id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -137,7 +134,12 @@ class ChatRoutes:
 
     async def _whole(self, call: _Call) -> dict[str, Any]:
         params = DiffusionParams(
-            session_id=call.id, one_shot=True, prompt=call.prompt, seed=call.seed, options=call.options
+            session_id=call.id,
+            one_shot=True,
+            prompt=call.prompt,
+            seed=call.seed,
+            lora=call.lora,
+            options=call.options,
         )
         meta = await self._run(params, call.arrays)
         message = {"role": "assistant", "content": meta["text"], "refusal": None}
@@ -148,6 +150,7 @@ class ChatRoutes:
             "model": call.model,
             "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": meta["finish_reason"]}],
             "usage": _usage(meta),
+            "seed": call.seed,
         }
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
@@ -157,6 +160,7 @@ class ChatRoutes:
             session_id=call.id,
             prompt=call.prompt,
             seed=call.seed,
+            lora=call.lora,
             options={**call.options, "chunk_tokens": _PIECE_TOKENS},
         )
         try:
@@ -197,7 +201,8 @@ def _inline(url: str) -> str:
 
 
 def _head(call: _Call) -> dict[str, Any]:
-    return {"id": call.id, "object": "chat.completion.chunk", "created": call.created, "model": call.model}
+    head = {"id": call.id, "object": "chat.completion.chunk", "created": call.created, "model": call.model}
+    return {**head, "seed": call.seed}
 
 
 def _chunk(call: _Call, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
-from vllm_omni.entrypoints.openai.protocol import MAX_PROMPT_CHARS, MAX_SEED, read_request
+from vllm_omni.entrypoints.openai.protocol import MAX_PROMPT_CHARS, read_request
+from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 _MAX_MESSAGES: Final = 256
 _MAX_CHARS: Final = 4 * MAX_PROMPT_CHARS
@@ -99,7 +100,7 @@ class ChatRequest(_Strict):
     temperature: float | None = Field(None, ge=0, le=2, description="0 (greedy) if absent.")
     top_p: float | None = Field(None, gt=0, le=1)
     stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED, description="Drawn at random if absent or -1.")
     n: Literal[1] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

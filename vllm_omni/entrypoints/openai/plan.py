@@ -13,13 +13,14 @@ from typing import Any, Final
 import msgspec
 
 from vllm_omni.actions import ActionEntry, as_entry
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
 from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
 from vllm_omni.entrypoints.realtime.action_messages import camera_frames, convert_frames, read_script
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.timed_prompts import TimedPrompt
 from vllm_omni.inputs import DiffusionParams, Lora
+from vllm_omni.seeds import definite_seed, nth_seed
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _OPENAI_SECONDS: Final = (4, 8, 12)
@@ -71,7 +72,9 @@ class PicturePlan:
         requests = []
         for start in range(0, self.n, self.images_per_request):
             count = min(self.images_per_request, self.n - start)
-            requests.append(self.sampling.params(new_engine_id(), num_images=count, seed=self.sampling.seed + start))
+            requests.append(
+                self.sampling.params(new_engine_id(), num_images=count, seed=nth_seed(self.sampling.seed, start))
+            )
         return requests
 
 
@@ -214,12 +217,9 @@ def _sampling(
     request: ImageGenerationRequest | VideoRequest, served: ServedModel, sizes: Sizes, automatic: tuple[int, int]
 ) -> Sampling:
     capabilities = served.capabilities
-    if request.model is not None and request.model not in served.names:
-        raise not_found(
-            f"The model {request.model[:100]!r} does not exist; served: {', '.join(served.names)}",
-            "model",
-            "model_not_found",
-        )
+    selected = served.adapter_named(request.model)
+    named = [Lora(name=one.name, scale=one.scale) for one in request.lora or ()]
+    lora = [*(one for one in selected if one.name not in {other.name for other in named}), *named]
     if request.negative_prompt and not capabilities.negative_prompt:
         raise unsupported(served, "use a negative_prompt", "negative_prompt")
     if request.num_inference_steps is not None:
@@ -239,10 +239,10 @@ def _sampling(
         negative_prompt=request.negative_prompt or None,
         width=width,
         height=height,
-        seed=secrets.randbits(31) if request.seed is None else request.seed,
+        seed=definite_seed(request.seed),
         steps=request.num_inference_steps or capabilities.num_inference_steps,
         guidance=guidance,
-        lora=None if request.lora is None else [Lora(name=one.name, scale=one.scale) for one in request.lora],
+        lora=None if request.lora is None and not lora else lora,
         options=_checked_options(options),
     )
 

@@ -23,9 +23,9 @@ from pydantic_core import PydanticCustomError
 
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 from vllm_omni.entrypoints.timed_prompts import JSON_SCHEMA, MAX_PROMPTS, TimedPrompt
+from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 MAX_PROMPT_CHARS = 16384
-MAX_SEED = 2**63 - 65
 
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,3}x[1-9][0-9]{0,3})$")]
@@ -109,7 +109,9 @@ class _Request(BaseModel):
     user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     # extensions
-    seed: Integer | None = Field(None, ge=0, le=MAX_SEED, description="Extension. Drawn at random if absent.")
+    seed: Integer | None = Field(
+        None, ge=RANDOM_SEED, le=MAX_SEED, description="Extension. Drawn at random if absent or -1."
+    )
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
     num_inference_steps: Integer | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
     guidance_scale: Number | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")

@@ -6,7 +6,8 @@ body's schema is described here from the same pydantic models that check it. Hel
 tests/entrypoints/openai/test_openai_served.py and test_openai_schema.py.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import dataclasses
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
@@ -87,11 +88,16 @@ class OpenAIRoutes:
         door_limits: DoorLimits,
         executor: Executor,
         ranks: SessionRanks | None = None,
+        adapters: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """names: the served model's names, the first in replies. ranks: shared with the other doors."""
+        """names: the served model's names, the first in replies. ranks: shared with the other doors.
+
+        adapters: names of the LoRA adapters that are loaded now; a request's `model` may be one of them.
+        """
         limits = read_struct(MediaLimits)
         engine = OmniEngine(client, ranks)
-        self.served = ServedModel.from_vllm_config(client.vllm_config, names)
+        served = ServedModel.from_vllm_config(client.vllm_config, names)
+        self.served = dataclasses.replace(served, adapters=adapters)
         store = MediaStore(limits)
         jobs = VideoJobs(engine, self.served, store, limits, executor)
         threads = ClientThreads(executor)

@@ -5,15 +5,17 @@ Fields a family leaves open (default size, largest area) is filled in from the d
 numbers and never ask twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.openai.errors import not_found
 from vllm_omni.entrypoints.ranks import num_ranks
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -36,7 +38,7 @@ class Sizes:
 class ServedModel:
     """names: the served model's names, the first in replies. width, height, max_pixels: never None here.
 
-    max_sessions: over all data-parallel ranks.
+    max_sessions: over all data-parallel ranks. adapters: names of the LoRA adapters that are loaded now.
     """
 
     names: tuple[str, ...]
@@ -46,6 +48,20 @@ class ServedModel:
     max_pixels: int
     max_sessions: int
     world: WorldFacts | None = None
+    adapters: Callable[[], Collection[str]] = tuple
+
+    def adapter_named(self, model: str | None) -> list[Lora]:
+        """Return the adapter that a request selects by its `model`, as vLLM's clients do; [] for the model itself.
+
+        Raises `ApiError` 404 for any other name.
+        """
+        if model is None or model in self.names:
+            return []
+        adapters = self.adapters()
+        if model not in adapters:
+            served = ", ".join([*self.names, *adapters])
+            raise not_found(f"The model {model[:100]!r} does not exist; served: {served}", "model", "model_not_found")
+        return [Lora(name=model)]
 
     @property
     def videos(self) -> Sizes:

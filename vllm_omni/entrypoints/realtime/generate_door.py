@@ -35,6 +35,7 @@ from vllm_omni.entrypoints.realtime.live import (
 from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
+from vllm_omni.seeds import chosen_seed
 
 PATHS: Final = ("/v1/realtime_video/generate", "/v1/realtime_video/generate/")
 
@@ -136,6 +137,7 @@ class _Client(LiveClient):
     async def _begin(self, value: Any) -> None:
         """Start the session that `init` asks for; a bad init leaves the connection waiting for a good one."""
         init = protocol.parse_init(value, self.limits, self.facts.actions)
+        init = msgspec.structs.replace(init, seed=chosen_seed(init.seed))
         for prompt in (init.prompt, *(timed.prompt for timed in init.prompts)):
             self.facts.check_prompt(prompt)
         size = init.height_width() or (self.facts.height, self.facts.width)
@@ -159,6 +161,7 @@ class _Client(LiveClient):
                     "protocol": 1,
                     "session_id": session.session_id,
                     "granted": list(self._granted),
+                    "seed": init.seed,
                     "limits": {
                         "max_image_bytes": min(self.limits.max_image_bytes, (1 << 32) - 1),
                         "max_prompt_chars": self.limits.max_prompt_chars,

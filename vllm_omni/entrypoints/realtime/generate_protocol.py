@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.protocol import check_prompt, with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Loras
+from vllm_omni.seeds import AskedSeed, check_seed
 
 EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions")
 """Extensions a client may enable with `init.extensions`; others never see another message type."""
@@ -64,7 +65,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 42
+    seed: AskedSeed = 42
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
     guidance_scale: Number | None = None
     negative_prompt: str | None = None
@@ -78,6 +79,9 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     enable_upscaling: bool = False
     lora: Loras | None = None
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     @property
     def granted(self) -> tuple[str, ...]:

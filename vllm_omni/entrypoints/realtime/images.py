@@ -27,7 +27,7 @@ def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.n
 
     source: encoded file as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`. Transparent parts
     become white; of an animation the first frame is taken.
-    Stretching, not cropping, is what intrinsics scaled by width and height assume.
+    Intrinsics that are scaled by width and height assume stretching, not cropping.
     Raises `DoorError` `invalid_image` or `image_too_large`. Runs for some 10 ms: call it off the event loop.
     """
     picture = read_picture(source, limits)

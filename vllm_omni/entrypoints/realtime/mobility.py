@@ -24,8 +24,9 @@ from vllm_omni.entrypoints.realtime.protocol import check_prompt
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
-from vllm_omni.inputs import Seed, SessionId
+from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import Seed, check_seed
 from vllm_omni.sessions.snapshot import SnapshotHeader, check_table, read_header
 
 logger = logging.getLogger("vllm." + __name__)
@@ -124,8 +125,8 @@ class SessionMobility:
             if isinstance(prompt, str):
                 check_prompt(prompt, self.manager.limits, name="the snapshot's prompt")
             try:
-                msgspec.convert(seed, Seed | None)
-            except msgspec.ValidationError as error:
+                check_seed(msgspec.convert(seed, Seed | None))
+            except ValueError as error:
                 raise DoorError("invalid_request", f"the snapshot's seed: {error}", param="seed") from error
 
     async def take_over(self) -> int:

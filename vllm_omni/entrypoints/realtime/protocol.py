@@ -18,6 +18,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import Loras, SessionId
+from vllm_omni.seeds import AskedSeed, check_seed
 
 PROTOCOL: Final = "omni.world.camera"
 PROTOCOL_VERSION: Final = 1
@@ -43,7 +44,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     width: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    seed: AskedSeed | None = None
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     session_id: SessionId | None = None
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
@@ -55,6 +56,9 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     pose_policy: PosePolicy | None = None
     lora: Loras | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     def model_options(self) -> dict[str, Any]:
         """The options that go to the model as they are; only those that were sent."""

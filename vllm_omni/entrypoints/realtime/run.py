@@ -56,7 +56,8 @@ class WorldStart:
     """How the request's world begins, if it does not yet exist.
 
     load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop. height, width: pixels, None = as the
-    session or the server has them. restart: an existing world is given up for this one.
+    session or the server has them. seed: -1 = the session draws one. restart: an existing world is given up for this
+    one.
     """
 
     load_image: Callable[[int, int], np.ndarray] | None = None

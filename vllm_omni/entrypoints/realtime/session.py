@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.realtime.session_host import SessionHost, SessionKey
 from vllm_omni.entrypoints.realtime.settled import settled
 from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.seeds import RANDOM_SEED, chosen_seed
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -272,14 +273,14 @@ class Session:
                 )
             if start.load_image is not None:
                 warnings.append("image ignored: the session has begun; send restart to begin again")
-            if start.seed not in (None, self.seed):
+            if start.seed not in (None, RANDOM_SEED, self.seed):
                 warnings.append("seed ignored: it is fixed when a session begins")
             return None, tuple(warnings)
         facts.check_size(*size)
         image = None if start.load_image is None else await self._manager.off_loop(start.load_image, *size)
         await self._manager.worlds_closed()
         self.height, self.width = size
-        self.prompt, self.seed = None, start.seed
+        self.prompt, self.seed = None, chosen_seed(start.seed)
         untrained = None if facts.card is None else facts.card.untrained_size(width=size[1], height=size[0])
         return image, () if untrained is None else (untrained,)
 
@@ -302,7 +303,7 @@ class Session:
             session_id=self.engine_id,
             chunk_index=span.chunk_index if insists else None,
             prompt=controls.prompt if is_start or controls.prompt != self.prompt else None,
-            seed=job.start.seed if is_start else None,
+            seed=self.seed if is_start else None,
             height=self.height if is_start else None,
             width=self.width if is_start else None,
             actions=None if controls.actions is None else list(controls.actions),

@@ -33,6 +33,7 @@ from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions,
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.inputs import Lora
+from vllm_omni.seeds import chosen_seed
 
 PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
 
@@ -183,7 +184,7 @@ class _Client(LiveClient):
             raise
 
     async def _start(self, start: protocol.Start) -> None:
-        facts = self.facts
+        facts, start = self.facts, msgspec.structs.replace(start, seed=chosen_seed(start.seed))
         if start.model is not None and start.model != facts.model:
             raise DoorError("invalid_request", f"Model mismatch: this server runs '{facts.model}'", param="model")
         size = (start.height or facts.height, start.width or facts.width)

@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.realtime.pose_track import Command, unit_quaternion
 from vllm_omni.entrypoints.realtime.protocol import check_prompt, with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Lora, Loras
+from vllm_omni.seeds import AskedSeed, check_seed
 
 FORMAT: Final = "m4s"
 MAX_CONTROL_BYTES: Final = 128 * 1024
@@ -64,10 +65,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     height: Pixels | None = None
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    seed: AskedSeed | None = None
     image_reference: ImageReference | None = None
     lora: Loras | None = None
     extra_params: ExtraParams = ExtraParams()
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     def script(self, space: ActionSpace) -> Script | States | None:
         """The actions that steer the first chunks. Raises `DoorError`."""

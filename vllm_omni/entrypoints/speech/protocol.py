@@ -11,12 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.stage import StageDied
+from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 MAX_TEXT = 4096
 """Characters of `/v1/audio/speech`, as OpenAI's."""
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Field(ge=RANDOM_SEED, le=MAX_SEED)]
 
 
 class VoiceId(BaseModel):
@@ -37,7 +38,7 @@ class AudioParams(BaseModel):
 
 
 class SpeechRequest(BaseModel):
-    """Body of `/v1/audio/speech`. seed: not OpenAI's; makes the speech repeatable."""
+    """Body of `/v1/audio/speech`. seed: not OpenAI's; makes the speech repeatable, -1 draws one."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -32,6 +32,7 @@ from vllm_omni.entrypoints.speech.encode import MEDIA_TYPES, make_encoder, pcm16
 from vllm_omni.entrypoints.speech.protocol import AudioParams, SpeechRequest, error_body, wants_audio
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.speech import AudioChunk, SpeechModel, TextDelta
+from vllm_omni.seeds import chosen_seed
 
 logger = init_logger("vllm." + __name__)
 
@@ -94,14 +95,16 @@ class SpeechRoutes:
         return answer
 
     async def _chat_with_sound(self, request: ChatCompletionRequest, audio: AudioParams) -> Response:
+        request.seed = chosen_seed(request.seed)
         try:
             events = await self._chat_events(request, audio)
             if isinstance(events, Response):
                 return events
             reply = _Reply(request, audio, self._serving()[0].sample_rate)
             if request.stream:
-                return await _streamed(reply.stream(events), "text/event-stream", reply.stream_error)
-            return JSONResponse(await reply.collect(events))
+                stream = await _streamed(reply.stream(events), "text/event-stream", reply.stream_error)
+                return _with_seed(stream, request.seed)
+            return _with_seed(JSONResponse(await reply.collect(events)), request.seed)
         except Exception as error:
             return _failure(error)
 
@@ -135,12 +138,13 @@ class SpeechRoutes:
     # -- /v1/audio/speech ------------------------------------------------------------------------------------------
 
     async def speech(self, request: SpeechRequest, raw_request: Request) -> Response:
+        request.seed = chosen_seed(request.seed)
         try:
             sound = await self._speech_events(request)
             if isinstance(sound, Response):
                 return sound
             if request.stream_format == "sse":
-                return await _streamed(_speech_sse(sound), "text/event-stream", _sse_error)
+                return _with_seed(await _streamed(_speech_sse(sound), "text/event-stream", _sse_error), request.seed)
             encoder = make_encoder(request.response_format, self._serving()[0].sample_rate)
 
             async def encoded() -> AsyncIterator[bytes]:
@@ -149,7 +153,8 @@ class SpeechRoutes:
                         yield data
                 yield encoder.finish()
 
-            return await _streamed(encoded(), MEDIA_TYPES[request.response_format], None)
+            response = await _streamed(encoded(), MEDIA_TYPES[request.response_format], None)
+            return _with_seed(response, request.seed)
         except Exception as error:
             return _failure(error)
 
@@ -287,6 +292,13 @@ async def _streamed(parts: AsyncIterator[bytes], media_type: str, tell: Any) -> 
             await parts.aclose()  # type: ignore[attr-defined]
 
     return StreamingResponse(body(), media_type=media_type)
+
+
+def _with_seed(response: Response, seed: int | None) -> Response:
+    """Tell the seed in a header, since sound has no place for it; a request without one has no single seed."""
+    if seed is not None:
+        response.headers["X-Seed"] = str(seed)
+    return response
 
 
 def _failure(error: Exception) -> Response:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`load_adapter`: an adapter's files, checked against a model's networks, as the differences that this rank needs.
 
-Every name, rank and shape is checked, on every rank alike, before any data is read. Held by
+Every name, rank and shape is checked, on every rank alike, before any data is read. Modules that do not fit the model
+are skipped and listed, because adapters are shared between models: those of Wan 2.1 I2V have layers for the start image
+that Wan 2.2 lacks, and others bring a text encoder's. A file of which nothing fits is refused, and so is one that is
+broken in itself. Held by
 tests/model_executor/lora/test_adapter_files.py.
 """
 
@@ -55,11 +58,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Whole tensors on the host, of the modules that this rank has a part of. digest: `UsedLora.digest`."""
+    """Whole tensors on the host, of the modules that this rank has a part of.
+
+    digest: `UsedLora.digest`. skipped: stored names of tensors that do not fit the model.
+    """
 
     matrices: Mapping[Place, LowRank]
     vectors: Mapping[Place, torch.Tensor]
     digest: str
+    skipped: tuple[str, ...] = ()
 
     @cached_property
     def layout(self) -> Hashable:
@@ -78,8 +85,10 @@ def load_adapter(
     matrices: dict[Place, LowRank] = {}
     vectors: dict[Place, torch.Tensor] = {}
     opened = [(file, read_names(file, targets)) for file in open_adapter(path, targets)]
+    skipped: list[str] = []
     for file, contents in opened:
-        _check(file, contents, targets, max_rank)
+        skipped += contents.strange
+        skipped += _check(file, contents, targets, max_rank)
     digest = hashlib.blake2b(str(dtype).encode(), digest_size=16)
     for file, contents in opened:
         wanted = {place: keys for place, keys in contents.matrices.items() if place in own.matrices}
@@ -101,7 +110,7 @@ def load_adapter(
             place: data[stored].to(torch.float32, copy=True).reshape(targets[place[0]].shapes[place[1]])
             for place, stored in named.items()
         }
-    return AdapterWeights(matrices, vectors, digest.hexdigest())
+    return AdapterWeights(matrices, vectors, digest.hexdigest(), tuple(skipped))
 
 
 @dataclass(frozen=True)
@@ -187,14 +196,21 @@ def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.eye(inputs), whole_OI
 
 
-def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterTarget], max_rank: int) -> None:
-    """Raise AdapterError with counts and three examples of each kind unless everything in a file fits."""
+def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterTarget], max_rank: int) -> list[str]:
+    """Take modules with the shapes of another model out of `contents`; return their stored names.
+
+    Raises AdapterError with counts and three examples of each kind for a file that is broken, or of which nothing fits.
+    """
     shapes = file.source.shapes
+    if not shapes:
+        raise AdapterError(f"{file.source.where} holds no tensor")
+    misfits, skipped = _take_misfits(contents, shapes, targets)
     problems: dict[str, list[str]] = {
-        "for modules that this model lacks or keeps as they are": contents.strange,
         "of no LoRA adapter": contents.unread,
         "of a dtype that is no float": [
-            name for name, dtype in file.source.dtypes.items() if not dtype.is_floating_point
+            name
+            for name, dtype in file.source.dtypes.items()
+            if not dtype.is_floating_point and name not in {*contents.strange, *skipped}
         ],
         "without their other half": [],
         "misshapen": [],
@@ -202,54 +218,71 @@ def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterT
         f"of a rank above --max-lora-rank {max_rank}": [],
     }
     *_, halves, misshapen, empty, too_high = problems.values()
-    for (network, module), keys in contents.matrices.items():
-        rank = _check_matrix(keys, shapes, targets[network].matrix(module), halves, misshapen)
+    for (_, module), keys in contents.matrices.items():
+        rank = _check_matrix(keys, shapes, halves, misshapen)
         if rank > max_rank:
             too_high.append(f"{module} {rank}")
         elif rank == 0 and "down" in keys.names:
             empty.append(keys.names["down"])
-    for (network, tensor), stored in contents.vectors.items():
-        expected = targets[network].vector(tensor)
-        assert expected is not None
-        if _squeezed(shapes[stored]) != _squeezed(expected):
-            misshapen.append(f"{stored} {tuple(shapes[stored])} instead of {expected}")
+    if not contents.matrices and not contents.vectors:
+        problems["for modules that this model lacks or keeps as they are"] = contents.strange
+        misshapen += misfits
     found = {kind: names for kind, names in problems.items() if names}
-    if not shapes:
-        raise AdapterError(f"{file.source.where} holds no tensor")
     if found:
         listed = "; ".join(f"tensors {kind}: {some(names)}" for kind, names in found.items())
         raise AdapterError(f"{file.source.where} does not fit this model: {listed}")
     if file.scaling is not None:
         for keys in contents.matrices.values():
             file.scaling(keys.settings_name)  # raises for a strength that is no finite number
+    return skipped
 
 
-def _check_matrix(
-    keys: MatrixKeys,
-    shapes: Mapping[str, Shape],
-    expected: tuple[int, int] | None,
-    halves: list[str],
-    misshapen: list[str],
-) -> int:
-    """Note misfits; returns the rank of the module's difference."""
-    assert expected is not None
+def _take_misfits(
+    contents: Contents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
+) -> tuple[list[str], list[str]]:
+    """Remove everything that has the shape of another model; return (a line for each, the stored names)."""
+    lines: list[str] = []
+    names: list[str] = []
+    for (network, module), keys in list(contents.matrices.items()):
+        expected = targets[network].matrix(module)
+        assert expected is not None
+        if line := _misfit(keys.names, shapes, expected):
+            lines.append(line)
+            names += contents.matrices.pop((network, module)).names.values()
+    for (network, tensor), stored in list(contents.vectors.items()):
+        wanted = targets[network].vector(tensor)
+        assert wanted is not None
+        if _squeezed(shapes[stored]) != _squeezed(wanted):
+            lines.append(f"{stored} {tuple(shapes[stored])} instead of {wanted}")
+            names.append(contents.vectors.pop((network, tensor)))
+    return lines, names
+
+
+def _misfit(names: Mapping[Kind, str], shapes: Mapping[str, Shape], expected: tuple[int, int]) -> str | None:
+    """One line if a module's difference has other inputs or outputs than the model's module."""
     outputs, inputs = expected
-    names = keys.names
-    rank = 0
+    if "down" in names and _flat(down := shapes[names["down"]])[1:] != (inputs,):
+        return f"{names['down']} {tuple(down)} instead of {(*down[:1], inputs)}"
+    if "up" in names and _flat(up := shapes[names["up"]])[:1] != (outputs,):
+        return f"{names['up']} {tuple(up)} instead of {(outputs, *_flat(up)[1:])}"
+    if "diff" in names and _flat(shapes[names["diff"]]) != (outputs, inputs):
+        return f"{names['diff']} {tuple(shapes[names['diff']])} instead of {(outputs, inputs)}"
+    if "bias" in names and _squeezed(shapes[names["bias"]]) != (outputs,):
+        return f"{names['bias']} {tuple(shapes[names['bias']])} instead of {(outputs,)}"
+    return None
+
+
+def _check_matrix(keys: MatrixKeys, shapes: Mapping[str, Shape], halves: list[str], misshapen: list[str]) -> int:
+    """Note the faults of a module's difference in itself; return its rank."""
+    names, rank = keys.names, 0
     if "down" in names and "up" in names:
-        down, up = shapes[names["down"]], shapes[names["up"]]
-        rank = down[0] if down else 0
-        for kind, shape, wanted in (("down", down, (rank, inputs)), ("up", up, (outputs, rank))):
-            if _flat(shape) != wanted:
-                misshapen.append(f"{names[kind]} {tuple(shape)} instead of {wanted}")  # type: ignore[index]
+        up, rank = shapes[names["up"]], shapes[names["down"]][0]
+        if _flat(up)[1:] != (rank,):
+            misshapen.append(f"{names['up']} {tuple(up)} instead of {(*up[:1], rank)}")
     elif "down" in names or "up" in names or set(names) == {"alpha"}:
         halves.append(next(iter(names.values())))
     if "diff" in names:
-        rank += min(outputs, inputs)
-        if _flat(shapes[names["diff"]]) != (outputs, inputs):
-            misshapen.append(f"{names['diff']} {tuple(shapes[names['diff']])} instead of {(outputs, inputs)}")
-    if "bias" in names and _squeezed(shapes[names["bias"]]) != (outputs,):
-        misshapen.append(f"{names['bias']} {tuple(shapes[names['bias']])} instead of {(outputs,)}")
+        rank += min(_flat(shapes[names["diff"]]))
     if "alpha" in names and _squeezed(shapes[names["alpha"]]) != ():
         misshapen.append(f"{names['alpha']} {tuple(shapes[names['alpha']])} instead of one number")
     return rank

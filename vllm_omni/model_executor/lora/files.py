@@ -72,7 +72,7 @@ class Contents:
     """A file's names, read. matrices: (network, module) -> names; vectors: (network, tensor) -> name.
 
     strange: names of modules or networks that the model lacks, or that no adapter may change. unread: names of kinds
-    that are not LoRA's.
+    that are not LoRA's, of modules that the model has.
     """
 
     matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
@@ -115,7 +115,8 @@ def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Conte
         name, networks = _networks(stored, file.network, targets)
         found = next(((match, kind) for end, kind in _KINDS if (match := re.search(end, name))), None)
         if found is None:
-            contents.unread.append(stored)
+            is_here = any(_has_module(name, targets[network], kohya[network]) for network in networks)
+            (contents.unread if is_here else contents.strange).append(stored)
             continue
         match, kind = found
         module = name[: match.start()]
@@ -147,6 +148,15 @@ def _place(
         return False
     contents.vectors[network, tensor] = stored
     return True
+
+
+def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str]) -> bool:
+    """Whether a name begins with a module that an adapter may change."""
+    parts = name.split(".")
+    modules = [".".join(parts[:count]) for count in range(1, len(parts))]
+    return parts[0].removeprefix(_KOHYA) in flat_names or any(
+        target.matrix(target.module_named(module)) is not None for module in modules
+    )
 
 
 def _networks(stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]) -> tuple[str, list[str]]:

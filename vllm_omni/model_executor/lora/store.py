@@ -8,10 +8,12 @@ tests/model_executor/lora/test_adapter_store.py.
 """
 
 import itertools
-from collections import OrderedDict
+import re
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import nn
@@ -27,6 +29,9 @@ from vllm_omni.model_executor.lora.target import AdapterTarget, SupportsAdapters
 from vllm_omni.outputs import RequestFailed
 
 logger = init_logger("vllm." + __name__)
+
+
+_LISTED_KINDS: Final = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +64,14 @@ def named(selection: Selection) -> list[UsedLora]:
 
 def _described(saved: Sequence[UsedLora]) -> str:
     return ", ".join(f"adapter {one.name!r} (scale {one.scale:g}, weights {one.digest})" for one in saved)
+
+
+def _skipped_line(names: Sequence[str]) -> str:
+    """One line that lists skipped tensors, those of equal modules of several blocks together."""
+    kinds = Counter(re.sub(r"(?<=[._])\d+(?=[._])", "N", name) for name in names)
+    listed = ", ".join(f"{ascii(kind)[1:-1]} ({count})" for kind, count in kinds.most_common(_LISTED_KINDS))
+    listed += f" and {len(kinds) - _LISTED_KINDS} kinds more" if len(kinds) > _LISTED_KINDS else ""
+    return f"{len(names)} tensors do not fit this model and are skipped: {listed}"
 
 
 class NoAdapters:
@@ -160,6 +173,8 @@ class AdapterStore(NoAdapters):
                 raise ValueError(f"adapter {name!r} is there, from another place; unload it first or load_inplace")
             return False
         adapter = self._read(request)
+        if skipped := adapter.weights.skipped:
+            logger.warning_once("adapter %r: %s", name, _skipped_line(skipped))
         self._known[name] = request
         self._digests[name] = adapter.weights.digest
         self._keep(adapter)

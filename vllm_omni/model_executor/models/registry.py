@@ -76,6 +76,9 @@ AR_ARCHITECTURES = {
     "Qwen2_5OmniTalkerForConditionalGeneration": (
         "vllm_omni.model_executor.models.qwen2_5_omni.talker:TalkerForConditionalGeneration"
     ),
+    "VllmOmniQwen2_5OmniThinker": (
+        "vllm_omni.model_executor.models.qwen2_5_omni.thinker:ThinkerForConditionalGeneration"
+    ),
 }
 """The same for autoregressive models: registered, and otherwise left to vLLM's own defaults."""
 

@@ -3,7 +3,9 @@
 
 from typing import Any
 
+import numpy as np
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -14,6 +16,22 @@ from vllm_omni.worker.ar.worker import ARWorkerMixin
 
 class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):  # type: ignore[misc]
     """The first-generation runner on CPU."""
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Sample as stock code does, with the generators of requests whose prompt is not computed to its end set aside.
+
+        A step that computes a part of a prompt samples a token, too, and throws it away. Stock code then rewinds the
+        request's generator by an offset, which a generator on a CPU does not have: the exception ends the engine. A
+        generator that the sampler does not see draws nothing, so there is nothing to rewind, and a seed gives the same
+        tokens in however many parts the prompt was computed (docs/architecture/seams.md).
+        """
+        batch = self.input_batch
+        unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()
+        aside = {index: batch.generators.pop(index) for index in unfinished if index in batch.generators}
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            batch.generators.update(aside)
 
 
 class ARCPUWorker(ARWorkerMixin, CPUWorker):  # type: ignore[misc]

@@ -28,6 +28,7 @@ from vllm_omni.model_executor.models.lance.vision import VisionTower, decoder_gr
 from vllm_omni.model_executor.noise import noise_seed, standard_normal
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import nth_seed
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Starter:
         plan = plan_drawing(prompt, self.options.choices.uncond_positions, before_text)
         noise = torch.stack(
             [
-                standard_normal((plan.num_latents, self.vae.z_channels), inputs.seed + picture, 0, 0)
+                standard_normal((plan.num_latents, self.vae.z_channels), nth_seed(inputs.seed, picture), 0, 0)
                 for picture in range(inputs.num_images)
             ]
         ).to(self.device)

@@ -5,6 +5,7 @@ With `--config-format omni` a checkpoint directory is its token2wav stage; think
 checkpoint's own config (`stages.py`).
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import is_checkpoin
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     AR_SCHEDULER_CLS,
     AR_WORKER_CLS,
+    THINKER_ARCHITECTURE,
     THINKER_GPU_SHARE,
     StageOptions,
     Token2WavModelOptions,
@@ -51,7 +53,12 @@ def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
-    flags = {"worker-cls": AR_WORKER_CLS, "scheduler-cls": AR_SCHEDULER_CLS, "dtype": stored_dtype(read_config(path))}
+    flags = {
+        "worker-cls": AR_WORKER_CLS,
+        "scheduler-cls": AR_SCHEDULER_CLS,
+        "dtype": stored_dtype(read_config(path)),
+        "hf-overrides": json.dumps({"architectures": [THINKER_ARCHITECTURE]}),
+    }
     return flags if on_cpu else {**flags, "gpu-memory-utilization": str(THINKER_GPU_SHARE)}
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_omni.config import parse_options
 
+THINKER_ARCHITECTURE = "VllmOmniQwen2_5OmniThinker"
 AR_WORKER_CLS = "vllm_omni.worker.ARGPUWorker"
 AR_SCHEDULER_CLS = "vllm_omni.core.sched.ARHiddenStatesScheduler"
 

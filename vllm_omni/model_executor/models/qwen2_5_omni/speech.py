@@ -242,7 +242,7 @@ class SpeechComposition:
             repetition_penalty=how.repetition_penalty,
             max_tokens=min(how.max_codes, room),
             stop_token_ids=stop,
-            seed=spoken.seed,
+            seed=None if spoken.seed is None else spoken.seed % 2**63,  # vLLM's sampler keeps 64 bits with a sign
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )

@@ -26,6 +26,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Suppor
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
+from vllm_omni.seeds import nth_seed
 from vllm_omni.testing.null.image.family import CAPABILITIES
 from vllm_omni.testing.null.world.pipeline import NullFaults
 
@@ -91,7 +92,7 @@ class NullImagePipeline(StepPipeline):
         assert steps is not None
         shape = self._latent_shape(params)
         key = f"{params.prompt}|{params.negative_prompt}|{steps}|{guidance}|{mean_C.tolist()}|{level}|{shape[1:]}"
-        noise = [_noise(f"{key}|{(params.seed or 0) + number}", shape[1:]) for number in range(shape[0])]
+        noise = [_noise(f"{key}|{nth_seed(params.seed or 0, number)}", shape[1:]) for number in range(shape[0])]
         request.state = _Picture(torch.stack(noise).to(self.gain.device), faults, mean_C, level)
         request.num_steps = steps
 

@@ -25,12 +25,13 @@ from vllm.config import VllmConfig
 
 from vllm_omni.actions import ActionRows, read_actions
 from vllm_omni.config import OmniConfig, parse_options
-from vllm_omni.inputs import DiffusionParams, Seed, Text
+from vllm_omni.inputs import DiffusionParams, Text
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
 from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars
+from vllm_omni.seeds import Seed
 from vllm_omni.testing.null.world import marks
 from vllm_omni.testing.null.world.options import NullWorldOptions
 

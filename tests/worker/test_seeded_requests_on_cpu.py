@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with a seed whose prompt is computed in parts do not end the engine on a CPU."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin
+
+if not current_platform.is_cpu():
+    pytest.skip("vLLM's CPU runner changes torch when it is imported", allow_module_level=True)
+
+from vllm_omni.worker.ar.cpu_worker import ARCPUModelRunner
+
+
+def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> Any:
+    made: Any = ARCPUModelRunner.__new__(ARCPUModelRunner)
+    made.input_batch = SimpleNamespace(num_reqs=len(unfinished), generators=generators)
+    made.discard_request_mask = SimpleNamespace(np=np.array([*unfinished, True, True]))  # longer than the batch
+    return made
+
+
+def test_an_unfinished_prompt_draws_nothing_from_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler sees the generators of the other requests only; afterwards all are there again."""
+    generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3)}
+    kept, seen = dict(generators), []
+    monkeypatch.setattr(
+        ARModelRunnerV1Mixin, "sample_tokens", lambda self, output: seen.append(sorted(self.input_batch.generators))
+    )
+    runner([True, False, True, False], generators).sample_tokens(None)
+    assert seen == [[1, 3]]
+    assert generators == kept
+
+
+def test_a_step_that_fails_keeps_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception is passed on."""
+
+    def fail(self: Any, output: Any) -> None:
+        raise RuntimeError("a fault of the model")
+
+    generators = {0: torch.Generator()}
+    monkeypatch.setattr(ARModelRunnerV1Mixin, "sample_tokens", fail)
+    with pytest.raises(RuntimeError, match="a fault of the model"):
+        runner([True], generators).sample_tokens(None)
+    assert list(generators) == [0]
+
+
+def test_stock_code_still_rewinds_by_an_offset_that_a_cpu_lacks() -> None:
+    """When this fails, `ARCPUModelRunner.sample_tokens` can go."""
+    source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "gen.set_offset(gen.get_offset() - 4)" in source and "self.discard_request_mask.np[:num_reqs]" in source
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator().get_offset()

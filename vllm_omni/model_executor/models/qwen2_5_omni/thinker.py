@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own thinker, with sound resampled by PyAV.
+
+vLLM resamples with torchaudio by default, which is no dependency of vLLM's CPU builds: sound at any other rate than the
+model's 16 kHz was answered with 500. The method is an argument of the data parser, and each model's processing info
+makes its parser, so a subclass of both is the public way to choose. `serve_flags` names this architecture.
+Held by tests/model_executor/models/qwen2_5_omni/test_thinker_sound.py.
+"""
+
+from typing import Final
+
+from vllm.model_executor.models.qwen2_5_omni_thinker import (
+    Qwen2_5OmniThinkerDummyInputsBuilder,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2_5OmniThinkerMultiModalProcessor,
+    Qwen2_5OmniThinkerProcessingInfo,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.audio import AudioResampler
+from vllm.multimodal.parse import MultiModalDataParser
+
+RESAMPLE_METHOD: Final = "pyav"
+
+
+class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
+    def get_data_parser(self) -> MultiModalDataParser:
+        parser: MultiModalDataParser = super().get_data_parser()
+        parser.audio_resampler = AudioResampler(parser.audio_resampler.target_sr, method=RESAMPLE_METHOD)
+        return parser
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen2_5OmniThinkerMultiModalProcessor,
+    info=ThinkerProcessingInfo,
+    dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
+)
+class ThinkerForConditionalGeneration(Qwen2_5OmniThinkerForConditionalGeneration):
+    pass
