@@ -15,6 +15,7 @@ from websockets.sync.client import connect
 
 from vllm_omni.entrypoints import header_limits
 from vllm_omni.entrypoints.cli.serve import serve_parser
+from vllm_omni.entrypoints.http_parser import use_h11
 
 MOST_HEADERS = 40
 
@@ -34,6 +35,7 @@ def port() -> Iterator[int]:
     async def body(request: Request) -> str:
         return f"{len(await request.body())} bytes"
 
+    use_h11(app)
     header_limits.attach(app)
     config = uvicorn.Config(app, log_level="warning", http="httptools")
     config.h11_max_incomplete_event_size = header_limits.VLLM_DEFAULT_BYTES

@@ -114,14 +114,14 @@ class BrowserAccess:
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """The client to whom belongs what is stored for this request: its key. Without keys all clients are one."""
+    """The owner of files and jobs that a request stores: the client's key. Without keys all clients are one."""
     return str(connection.scope.get(_OWNER, ANONYMOUS))
 
 
 class KeyGuard:
     """ASGI middleware: everything but the open paths and the tickets' sockets needs the key, if there is one.
 
-    It notes the owner of what a request stores, for `owner_of`.
+    It notes the owner of files and jobs that a request stores, for `owner_of`.
     """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:

@@ -3,9 +3,9 @@
 
 A body has `body_grace_s` and one second more for every `min_body_bytes_per_s` bytes that have arrived; only time spent
 waiting for the client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees
-a client that has left. What a route leaves unread is read, at the same pace and no faster than neighbours bear, before
-its answer ends: a connection that is closed with bytes unread is reset, and a client that sends all before it reads
-never sees the answer. Knows no route.
+a client that has left. A rest that a route leaves unread is read, at the same pace and no faster than neighbours bear,
+before its answer ends: a connection that is closed with bytes unread is reset, and a client that sends all before it
+reads never sees the answer. Knows no route.
 Held by tests/entrypoints/test_body_pace.py.
 """
 
@@ -91,7 +91,7 @@ class _PacedRequest:
         await self._send(message)
 
     async def _discard(self) -> None:
-        """Read what the route left of the body, up to a bound and at a bounded rate."""
+        """Read the rest of the body, up to a bound and at a bounded rate."""
         left, address = _MOST_DISCARDED_BYTES, (self._scope.get("client") or ("local",))[0]
         self._discards[address] += 1
         try:

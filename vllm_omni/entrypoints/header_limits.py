@@ -2,8 +2,9 @@
 """Bounds of a request's headers, by vLLM's own options: `--h11-max-incomplete-event-size`, `--h11-max-header-count`.
 
 Headers are held before any key is checked. httptools holds any amount of them and reads neither option; h11
-(`http_parser.py`) ends the connection at the first one. The second one is vLLM's alone, so it is checked here. A
-WebSocket's handshake is an HTTP request, with the same bounds. Held by tests/entrypoints/test_header_limits.py.
+(`http_parser.py`) ends the connection at the first one. The second one is vLLM's alone, so it is checked here. The
+handshake of a WebSocket is an HTTP request, with the same bounds.
+Held by tests/entrypoints/test_header_limits.py.
 """
 
 from collections.abc import AsyncIterator
@@ -13,8 +14,6 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from vllm_omni.entrypoints.http_parser import use_h11
 
 DEFAULT_BYTES: Final = 64 << 10
 """Instead of vLLM's default of 4 MiB, which a few hundred connections would make gigabytes of."""
@@ -40,7 +39,6 @@ def attach(app: FastAPI) -> None:
 
     uvicorn reads its config for each new connection and runs the application's lifespan before it listens.
     """
-    use_h11(app)
     inner = app.router.lifespan_context
 
     @asynccontextmanager

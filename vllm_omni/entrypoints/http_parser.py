@@ -3,8 +3,8 @@
 
 uvicorn takes httptools where it is installed. That one stops reading a request that offers an upgrade which the server
 does not know, so the body of every request of Java's HttpClient is lost: it offers `Upgrade: h2c` by default. RFC 9110
-lets a server ignore such an offer, and the request stays as it is. Only h11 does so, and only h11 honours the options
-`--h11-max-incomplete-event-size` and `--h11-max-header-count` of vLLM. Held by tests/entrypoints/test_http_parser.py.
+lets a server ignore such an offer, and the request stays as it is. Only h11 does so, and only h11 bounds the bytes of
+headers (`header_limits.py`). Held by tests/entrypoints/test_http_parser.py.
 """
 
 from collections.abc import AsyncIterator

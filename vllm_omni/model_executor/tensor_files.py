@@ -126,7 +126,7 @@ class UnmappedSource:
         )
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor) in the order of `names`. Raises ValueError if the file is not what was opened."""
+        """Yield (name, CPU tensor) in the order of `names`. Raises ValueError if the file has changed."""
         try:
             with self._path.open("rb") as file:
                 self._check(file)
