@@ -29,8 +29,8 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     first_stride: pixel frames of a session's first latent frame.
     latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
     chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. key_focal: focal
-    length that goes with keys, in pixels of the video, unless the world's description has its own. key_step: length of a step of a movement key, in units of poses.
-    fps: the rate the model was trained at.
+    length that goes with keys, in pixels of the video, unless the world's description has its own. key_step: length of
+    a step of a movement key, in units of poses. fps: the rate the model was trained at.
     """
 
     actions: ActionSpace = CAMERA_SPACE
