@@ -28,6 +28,6 @@ class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return {START_POSE: msgspec.to_builtins(self)}
 
 
-def options_of_chunk(options: Mapping[str, Any], *, is_first: bool) -> dict[str, Any]:
-    """Return the options of one chunk of a request; only the first one may start a session, so only it has the pose."""
-    return {name: value for name, value in options.items() if is_first or name != START_POSE}
+def without_start_pose(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a request's later chunks: only its first one may start a session."""
+    return {name: value for name, value in options.items() if name != START_POSE}

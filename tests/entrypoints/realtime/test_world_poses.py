@@ -5,6 +5,7 @@ import base64
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_a_later_request_with_a_start_pose_reaches_the_engine(door: DoorServer, 
         client.send(later)
         client.frames()
     assert engine.chunks[-1].params.options["start_pose"] == START
+
+
+def test_a_world_has_its_own_focal_length(make_door: MakeDoor) -> None:
+    """It grows with the width of the video, where the model's own is a number of pixels."""
+    own = msgspec.structs.replace(CARD, focal=0.65)
+    with make_door(facts={"actions": SPACE, "card": own}).client() as client:
+        assert client.hello["key_focal"] == pytest.approx(0.65 * WIDTH)
+    with make_door(facts={"actions": SPACE, "card": CARD}).client() as client:
+        assert client.hello["key_focal"] == 500.0
 
 
 # -- velocity commands -----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.storage import STORAGE_FULL, is_disk_full
-from vllm_omni.worlds.start_pose import options_of_chunk
+from vllm_omni.worlds.start_pose import without_start_pose
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -263,7 +263,7 @@ class VideoJobs:
                 session_id,
                 one_shot=False,
                 chunk_index=index,
-                options=options_of_chunk(plan.sampling.options, is_first=index == 0),
+                options=without_start_pose(plan.sampling.options) if index else plan.sampling.options,
                 actions=[*actions, *([] for _ in range(count - len(actions)))] if world.actions.has_controls else None,
                 **first,
             )

@@ -41,7 +41,8 @@ class ChunkResult(msgspec.Struct, frozen=True):
 
         No field where the camera's pose in the world is unknown.
         """
-        return {name: self.meta[name] for name in (WORLD_POSES,) if name in self.meta}
+        poses = self.meta.get(WORLD_POSES)
+        return {} if poses is None else {WORLD_POSES: poses}
 
 
 class WorldEngine:

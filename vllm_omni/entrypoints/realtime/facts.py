@@ -29,8 +29,8 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     first_stride: pixel frames of a session's first latent frame.
     latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
     chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. key_focal: focal
-    length that goes with keys, in pixels of the video. key_step: length of a step of a movement key, in units of poses.
-    fps: the rate the model was trained at.
+    length that goes with keys, in pixels of the video, unless the world's description has its own. key_step: length of
+    a step of a movement key, in units of poses. fps: the rate the model was trained at.
     """
 
     actions: ActionSpace = CAMERA_SPACE
@@ -128,7 +128,13 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         In pixels of the reference size, as poses' intrinsics are given.
         """
         wide, high = self.intrinsics_reference_size
-        return [self.key_focal * wide / width, self.key_focal * high / height, wide / 2, high / 2]
+        focal = self.focal_of_keys(width)
+        return [focal * wide / width, focal * high / height, wide / 2, high / 2]
+
+    def focal_of_keys(self, width: int) -> float:
+        """Focal length that goes with keys in a video of `width`, in its pixels."""
+        own = None if self.card is None else self.card.focal
+        return self.key_focal if own is None else own * width
 
     def pixel_frames(self, latent_frames: int, starts_world: bool) -> int:
         """Pixel frames of so many latent frames, a session's first or later ones."""

@@ -273,7 +273,7 @@ def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_by
         "pose_convention": "c2w_opencv",
         "pose_units": "scene",
         "intrinsics_reference_size": list(facts.intrinsics_reference_size),
-        "key_focal": facts.key_focal,
+        "key_focal": facts.focal_of_keys(facts.width),
         "actions": facts.actions.as_json(),
         "codecs": list(CODECS),
         "default_codec": DEFAULT_CODEC,

@@ -35,7 +35,7 @@ from vllm_omni.entrypoints.realtime.settled import settled
 from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.seeds import RANDOM_SEED, chosen_seed
-from vllm_omni.worlds.start_pose import options_of_chunk
+from vllm_omni.worlds.start_pose import START_POSE, without_start_pose
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -320,7 +320,7 @@ class Session:
             deadline_s=None if due is None else due.in_s,
             chunk_period_s=None if due is None else due.period_s,
             lora=None if controls.lora is None else list(controls.lora),
-            options=options_of_chunk(job.options, is_first=span.number == 0),
+            options=without_start_pose(job.options) if span.number and START_POSE in job.options else job.options,
         )
         trace = self.trace.chunk(span.chunk_index)
         try:
