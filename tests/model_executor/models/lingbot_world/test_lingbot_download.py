@@ -21,6 +21,7 @@ from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.hub import PIECES, RELEASES, check_complete
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
+from vllm_omni.model_executor.root_config import ROOT_CONFIG
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 BASE, FAST = (piece.repo for piece in PIECES)
@@ -159,6 +160,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def released_contents(folder: Path) -> dict[str, bytes]:
+    """Without the `config.json` by which `vllm serve` knows the directory, which must be there."""
+    found = contents(folder)
+    assert "model_type" in json.loads(found.pop(ROOT_CONFIG))
+    return found
+
+
 def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(hub, tmp_path):
     """Both repositories arrive as one original layout, byte for byte; the cut file goes on where it stopped."""
     make_tiny(tmp_path / "released", 0, "original")
@@ -173,7 +181,7 @@ def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(hub, tmp_path)
         status, printed = download(endpoint, out, tmp_path)
     assert status == 0, printed
     assert hub.ranges == ["Wan2.1_VAE.pth"]
-    assert contents(out) == contents(tmp_path / "released")
+    assert released_contents(out) == contents(tmp_path / "released")
     find_layout(out).require("transformer", "vae", "text_encoder", "tokenizer")
 
 
@@ -208,7 +216,7 @@ def test_releases_of_v2_arrive_as_checkpoints(hub, tmp_path, release, layout, fo
     status, printed = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path, f"lingbot_world_v2_{release}")
     assert status == 0, printed
     expected = {name: data for piece in source.pieces for name, data in hub.files[piece.repo].items()}
-    assert contents(out) == expected
+    assert released_contents(out) == expected
     found = find_layout(out)
     found.require("transformer", "vae", "text_encoder", "tokenizer")
     assert (found.transformer, found.version) == ((out / folder), "v2")
