@@ -10,7 +10,7 @@ import contextlib
 import io
 from fractions import Fraction
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import av
 import numpy as np
@@ -197,7 +197,7 @@ def as_displayed(frame: av.VideoFrame, stream: VideoStream, most_side: int | Non
     if matrix is None:
         return pixels_HWC
     # Rows (a, b, u), (c, d, v), (x, y, w): a stored point (p, q) is shown at (a p + c q, b p + d q).
-    a, b, _, c, d = np.frombuffer(bytes(matrix), np.int32)[:5].astype(int).tolist()
+    a, b, _, c, d = np.frombuffer(bytes(cast(Any, matrix)), np.int32)[:5].astype(int).tolist()
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b
     return np.ascontiguousarray(pixels_HWC[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])

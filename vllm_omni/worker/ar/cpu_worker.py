@@ -14,10 +14,10 @@ from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixi
 from vllm_omni.worker.ar.worker import ARWorkerMixin
 
 
-class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):  # type: ignore[misc]
+class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
     """The first-generation runner on CPU."""
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         """Sample as stock code does, with the generators of requests whose prompt is not computed to its end set aside.
 
         A step that computes a part of a prompt samples a token, too, and throws it away. Stock code then rewinds the
