@@ -394,6 +394,28 @@ def test_an_envelope_for_a_request_without_rows_ends_it(harness_for: Any, entry:
     )
 
 
+@pytest.mark.parametrize("plugins", [None, "vllm_omni", "vllm_omni,vllm_omni_ar"])
+def test_rows_that_no_client_could_fetch_are_an_error(
+    harness_for: Any, plugins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP, without the endpoint for rows; not silently the text alone. In-process clients get theirs."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    harness = harness_for()
+    harness.add("chatcmpl-1", "all", list(range(5)))
+    harness.add("cmpl-text", None, list(range(5)))
+    harness.add("mine", "all", list(range(5)))
+    harness.run()
+    reason, failed = harness.finished["chatcmpl-1"]
+    if plugins == "vllm_omni,vllm_omni_ar":
+        assert failed is None and harness.rows("chatcmpl-1") == list(range(8))
+    else:
+        assert reason == FinishReason.ERROR and failed is not None and failed.code == "unsupported"
+        assert "VLLM_PLUGINS=vllm_omni_ar" in failed.message
+    assert harness.rows("mine") == list(range(8)) and harness.finished["cmpl-text"][1] is None
+
+
 def test_an_error_of_the_worker_ends_that_request_only(harness_for: Any) -> None:
     """Its entry is an envelope instead of rows."""
     harness = harness_for()

@@ -7,15 +7,16 @@ leave together (`vllm_omni.hidden_states.encode_rows`). Its only additions to th
 
 - a request that wants all rows does not read the prefix cache: a cached token is not computed and would have no row;
 - each token's row leaves once, in order of position, also after a preemption that computes tokens again;
-- a request whose rows exceed `omni.max_hidden_states_bytes`, or that the worker refused, ends with `finish_reason`
-  "error" and the reason; every other request goes on.
+- a request whose rows exceed `omni.max_hidden_states_bytes`, that the worker refused, or that came over HTTP to a
+  server without an endpoint for rows, ends with `finish_reason` "error" and the reason; every other request goes on.
 
 Works with and without async scheduling. Requests that did not ask take the stock path. Held by
 tests/core/test_ar_hidden_states_scheduler.py.
 """
 
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
@@ -30,6 +31,9 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.hidden_states import HiddenStatesRequest, encode_rows, error_text
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.processes import end_with_parent
+
+_HTTP_REQUESTS: Final = ("cmpl-", "chatcmpl-")
+"""How vLLM's text endpoints name requests."""
 
 
 @dataclass
@@ -62,6 +66,9 @@ class ARHiddenStatesScheduler(Scheduler):
             )
         self._max_bytes = OmniConfig.from_additional_config(vllm_config.additional_config).max_hidden_states_bytes
         self._rows: dict[str, _Rows] = {}
+        named = os.environ.get("VLLM_PLUGINS", "").split(",")
+        self._has_endpoint = any(name.startswith("vllm_omni_") for name in named)
+        """Whether an API server of this package can keep rows: vLLM loads endpoints only by name."""
 
     def add_request(self, request: Request) -> None:
         asked = _asked_by(request)
@@ -114,6 +121,12 @@ class ARHiddenStatesScheduler(Scheduler):
                 continue
             rows = self._rows.get(req_id)
             if rows is None or index is None:
+                continue
+            if not self._has_endpoint and req_id.startswith(_HTTP_REQUESTS):
+                failed[req_id] = RequestFailed(
+                    "unsupported",
+                    "this server has no endpoint for hidden states: start it with VLLM_PLUGINS=vllm_omni_ar",
+                )
                 continue
             sampled = model_runner_output.sampled_token_ids
             num_sampled = len(sampled[index]) if sampled else 0
