@@ -159,6 +159,15 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> what cannot be configured if it is true."""
 
 HELD_BY = {
+    "`enhance_prompt`, `enable_frame_interpolation` and `enable_upscaling` are refused": (
+        "tests/entrypoints/realtime/test_generate_door.py::test_a_bad_init_is_one_error_and_a_good_one_follows"
+    ),
+    "A repository that is no model of this package is refused": (
+        "tests/entrypoints/cli/test_hub_ids.py::test_a_repository_of_another_model_is_refused_before_its_weights"
+    ),
+    "or its licence must be accepted, the refusal names": (
+        "tests/entrypoints/cli/test_hub_ids.py::test_a_release_that_needs_more_than_its_repository_names_the_download"
+    ),
     # lance.md, online
     "Tools, `logprobs`, penalties and other formats are refused": (
         "tests/entrypoints/openai/test_chat_request.py::test_what_these_models_cannot_do_names_the_field"
