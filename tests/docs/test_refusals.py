@@ -164,17 +164,6 @@ HELD_BY = {
         "tests/model_executor/lora/test_adapter_files.py::test_refusals"
     ),
     # realtime_video.md
-    "`enhance_prompt`, `enable_frame_interpolation` and `enable_upscaling` are refused": (
-        "tests/entrypoints/realtime/test_generate_door.py::test_a_bad_init_is_one_error_and_a_good_one_follows"
-    ),
-    # serving.md
-    "is refused by its small files, before its weights are fetched": (
-        "tests/entrypoints/cli/test_hub_ids.py::test_a_repository_of_another_model_is_refused_before_its_weights"
-    ),
-    "the refusal names the [`vllm-omni download`]": (
-        "tests/entrypoints/cli/test_hub_ids.py::test_a_release_that_needs_more_than_its_repository_names_the_download"
-    ),
-    # realtime_video.md
     "one beyond their range is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
     ),
@@ -185,6 +174,15 @@ HELD_BY = {
     # web_page.md
     "is refused at once, a larger picture than the server takes is scaled down": (
         "tests/entrypoints/webui/test_web_page.py::test_a_file_that_is_no_picture_does_not_become_a_tile"
+    ),
+    "`enhance_prompt`, `enable_frame_interpolation` and `enable_upscaling` are refused": (
+        "tests/entrypoints/realtime/test_generate_door.py::test_a_bad_init_is_one_error_and_a_good_one_follows"
+    ),
+    "A repository that is no model of this package is refused": (
+        "tests/entrypoints/cli/test_hub_ids.py::test_a_repository_of_another_model_is_refused_before_its_weights"
+    ),
+    "or its licence must be accepted, the refusal names": (
+        "tests/entrypoints/cli/test_hub_ids.py::test_a_release_that_needs_more_than_its_repository_names_the_download"
     ),
     # lance.md, online
     "Tools, `logprobs`, penalties and other formats are refused": (
