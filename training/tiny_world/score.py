@@ -18,6 +18,8 @@ chunks are. Lists hold a value a chunk, the mean over walks:
                         first chunk's last frame
     seconds_per_chunk   wall time of the engine (of all engines together), and each stage's
 
+With --players it plays the scenarios of `players.py` instead: walks as people play them.
+
 Prompts, keys, starts and the noise of a walk come from the seed alone.
 """
 
@@ -36,6 +38,7 @@ from PIL import Image
 from training.tiny_world import measure
 from training.tiny_world.controls import distances_walked, pixels_at_centre, turns
 from training.tiny_world.play import LATENTS_A_CHUNK, EngineWorld, Played, SeveralEngines, World
+from training.tiny_world.players import SCENARIOS, score_players
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.render import Renderer
 from training.tiny_world.truth import HELD_OUT, Truth, unit
@@ -352,6 +355,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--strip", type=Path, help="write frames, truth above made, as a .png")
     parser.add_argument("--drills", nargs="*", choices=DRILLS, default=DRILLS, help="default: all")
+    parser.add_argument(
+        "--players",
+        nargs="*",
+        choices=tuple(SCENARIOS),
+        metavar="NAME",
+        help="only these scenarios; no name: all",
+    )
+    parser.add_argument("--player-walks", type=int, help="of each scenario; default: its own number")
+    parser.add_argument("--player-seconds", type=int, help="of play, at most; default: each scenario's own length")
     parser.add_argument("--batch", type=int, default=8, help="sessions at once, of each engine")
     parser.add_argument("--engines", type=int, default=1, help="walks are shared out to so many engines")
     parser.add_argument("--decoder", choices=("wan", "tiny"))
@@ -382,7 +394,28 @@ def make_truth(args: argparse.Namespace) -> Truth:
 
 def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
     """Score what the arguments name."""
-    device = truth.renderer.device.type
+    world, shape = make_world(args, truth.renderer.device.type)
+    options = {name: getattr(args, name) for name in ("seed", "walks", "chunks", "drills", "strip")}
+    try:
+        result = score(world, truth, **options)
+    finally:
+        world.close()
+    return {"model": args.model.name, **shape, **result, "seconds_per_chunk": world.times.summary()}
+
+
+def run_players(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
+    """Play the scenarios that the arguments name."""
+    world, shape = make_world(args, truth.renderer.device.type)
+    options = {"names": args.players, "walks": args.player_walks, "seconds": args.player_seconds}
+    try:
+        result = score_players(world, truth.renderer, seed=args.seed, **options)
+    finally:
+        world.close()
+    return {"model": args.model.name, **shape, **result, "seconds_per_chunk": world.times.summary()}
+
+
+def make_world(args: argparse.Namespace, device: str) -> tuple[EngineWorld | SeveralEngines, dict[str, Any]]:
+    """The engine that the arguments name, and what a result says of it."""
     engine: dict[str, Any] = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.eager,
@@ -401,18 +434,10 @@ def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
     together = {"max_requests_per_step": args.batch, "batch_invariant": False}  # one forward for all
     omni = {**together, **args.omni, "model": model_options(args)}
     engine |= {"omni": omni, "batch": args.batch}
-    world: EngineWorld | SeveralEngines
-    if args.engines > 1:
-        world = SeveralEngines(args.engines, args.model, tuple(args.size), **engine)
-    else:
-        world = EngineWorld(args.model, tuple(args.size), **engine)
-    options = {name: getattr(args, name) for name in ("seed", "walks", "chunks", "drills", "strip")}
-    try:
-        result = score(world, truth, **options)
-    finally:
-        world.close()
     shape = {"size": list(args.size), "device": device, "dtype": args.dtype, "engines": args.engines, "omni": omni}
-    return {"model": args.model.name, **shape, **result, "seconds_per_chunk": world.times.summary()}
+    if args.engines > 1:
+        return SeveralEngines(args.engines, args.model, tuple(args.size), **engine), shape
+    return EngineWorld(args.model, tuple(args.size), **engine), shape
 
 
 def table(result: dict[str, Any]) -> str:
@@ -435,6 +460,9 @@ def own_stdout() -> TextIO:
 def main() -> None:
     args = make_parser().parse_args()
     out = own_stdout()
+    if args.players is not None:
+        print(json.dumps(run_players(args, make_truth(args))), file=out, flush=True)
+        return
     result = run(args, make_truth(args))
     print(json.dumps(result) if args.json else table(result), file=out, flush=True)
     sys.stdout.flush()

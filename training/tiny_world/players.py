@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks as people play them, and what a world shows in each second of them, against the rendered truth.
+
+    python -m training.tiny_world.score --model DIR --seed 1 --players               # all scenarios
+    python -m training.tiny_world.score --model DIR --seed 1 --players still bot
+
+Held-out walks of `score.py` come from the training's walker. These do not: they stand still for minutes, walk into
+walls, hold one key across the border of the period, and switch prompts at any time. Where a walk is, is decided by the
+same integrator and occupancy grid that the server uses.
+
+Measured are latent frames, four a second, without the start image. Per second of each walk:
+
+    psnr, start_psnr    against the truth, and against the start image (`still` and `home`)
+    sharpness           mean horizontal difference of neighbouring pixels over the truth's
+    contrast            standard deviation over the truth's
+    village             share of frames that `recognise.py` takes for a village in the prompt's style; None where it
+                        does not take the truth for one. In the second after a prompt the style before it counts too
+
+`table` holds the measures that have a target, and whether it is met.
+Held by tests/training/tiny_world/test_players.py.
+"""
+
+# L latent frames, N walks
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from training.tiny_world import measure
+from training.tiny_world.play import LATENTS_A_CHUNK, Played, World
+from training.tiny_world.prompts import PROMPTS
+from training.tiny_world.recognise import Recogniser, shipped
+from training.tiny_world.render import Renderer
+from training.tiny_world.truth import HELD_OUT, unit
+from training.tiny_world.village import PERIOD, STYLES
+from training.tiny_world.walks import STEP_M, free_places, key_bits, scripted_walks, village_grid
+from vllm_omni.worlds.movement import PITCH_DEGREES, YAW_DEGREES, Motion, move_cameras, world_pose
+
+LATENTS_A_SECOND = 4
+HALF_TURN = round(180 / YAW_DEGREES)
+"""Latent frames of a look key that turn the camera around."""
+BURST_S = 0.5, 8.0
+"""Shortest and longest time that a player holds the same keys; drawn evenly in its logarithm."""
+PAUSE_S = 2.0, 20.0
+IDLE_SHARE = 0.3
+"""Share of a bot's spells in which nothing is held."""
+SWITCH_S = 10.0, 40.0
+"""Shortest and longest time between two prompts of a bot."""
+LARGEST_PITCH = 32.0
+"""Degrees up or down that players look at most, nearly what most walks of the training do."""
+APPROACH_LATENTS = 24
+"""A walk into a wall arrives within so many."""
+AGAIN_S = 3.0
+"""A world must show a village again so soon after the camera has turned away from a wall."""
+
+# (keys, weight): what a player holds next
+_HABITS = (
+    ("w", 0.34), ("wl", 0.11), ("wj", 0.11), ("l", 0.09), ("j", 0.09), ("s", 0.06), ("a", 0.05), ("d", 0.05),
+    ("wa", 0.02), ("wd", 0.02), ("i", 0.02), ("k", 0.02), ("wli", 0.01), ("jk", 0.01),
+)  # fmt: skip
+_OPPOSITE = str.maketrans("wsadjlik", "swdaljki")
+_STYLE_OF = {prompt: style for style, name in enumerate(STYLES) for prompt in PROMPTS[name]}
+
+
+@dataclass(frozen=True)
+class Player:
+    """A walk. turned_at: the latent frame from which on the camera looks away from the wall again; None = no wall."""
+
+    walk: Played
+    turned_at: int | None = None
+
+    @property
+    def seconds(self) -> int:
+        """Whole seconds that are measured."""
+        return (len(self.walk.keys) - 1) // LATENTS_A_SECOND
+
+    def styles(self) -> torch.Tensor:
+        """The style that the prompt names at each latent frame, [L]."""
+        shown = torch.zeros(len(self.walk.keys), dtype=torch.long)
+        for latent, prompt in self.walk.prompts.items():
+            shown[latent:] = _STYLE_OF[prompt]
+        return shown
+
+    def styles_before(self) -> torch.Tensor:
+        """As `styles`, each prompt a second late, [L]."""
+        styles = self.styles()
+        late = LATENTS_A_SECOND
+        return torch.cat((styles[:1].expand(late), styles))[: len(styles)]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How to draw walks. walks: how many when not asked for another number. seconds: of play, at most.
+
+    make: (walks, seconds, seed, generator) -> players; lengths may be longer by what a scenario adds at its end.
+    """
+
+    walks: int
+    seconds: int
+    make: Callable[[int, int, int, torch.Generator], list[Player]]
+
+
+# -- scenarios ---------------------------------------------------------------------------------------------------------
+
+
+def _still(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """No key."""
+    return _players(_open_places(number, generator), [_rest(seconds)] * number, seed, generator)
+
+
+def _idle_spells(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """Random keys, a pause after each."""
+    latents = LATENTS_A_SECOND * seconds
+    keys = [_played_keys(latents, generator, idle=1.0, idle_s=PAUSE_S) for _ in range(number)]
+    return _players(free_places(number, generator), keys, seed, generator)
+
+
+def _straight(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """`w` held where the way is longest and crosses the period's border; then turn around and walk back."""
+    latents = LATENTS_A_SECOND * seconds
+    starts, yaw = free_places(128 * number, generator)
+    path = _along(starts, yaw, latents)
+    walked = path.diff(dim=1).norm(dim=2).sum(dim=1)
+    cell = torch.floor(path / PERIOD + 0.5)
+    crosses = (cell != cell[:, :1]).any(dim=2).any(dim=1)
+    chosen = (walked + crosses * latents * STEP_M).argsort(descending=True, stable=True)[:number]
+    keys = [["w"] * latents + [side] * HALF_TURN + ["w"] * 5 * LATENTS_A_SECOND for side in _sides(number)]
+    return _players((starts[chosen], yaw[chosen]), keys, seed, generator, turned_at=1 + latents + HALF_TURN)
+
+
+def _wall(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """Walk into a wall, stay there (every second player still holds `w`), turn around, walk."""
+    latents = LATENTS_A_SECOND * seconds
+    starts, yaw = free_places(64 * number, generator)
+    moved = _along(starts, yaw, APPROACH_LATENTS + 8).diff(dim=1).norm(dim=2)
+    stopped = (moved[:, APPROACH_LATENTS - 4 :].amax(dim=1) < 1e-4) & (moved[:, :4].amin(dim=1) > 0.9 * STEP_M)
+    chosen = stopped.nonzero()[:number, 0]
+    assert len(chosen) == number, "a way in twelve ends at a wall"
+    keys = [
+        ["w"] * APPROACH_LATENTS + [held] * latents + [side] * HALF_TURN + ["w"] * latents
+        for held, side in zip(["w", ""] * number, _sides(number), strict=False)
+    ]
+    turned_at = 1 + APPROACH_LATENTS + latents + HALF_TURN
+    return _players((starts[chosen], yaw[chosen]), keys, seed, generator, turned_at=turned_at)
+
+
+def _spin(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """One look key."""
+    keys = [[side] * (LATENTS_A_SECOND * seconds) for side in _sides(number)]
+    return _players(free_places(number, generator), keys, seed, generator)
+
+
+def _back_and_forth(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """One key for one to four seconds, its opposite for as long, and so on: ahead, aside, or looking, in turn."""
+    keys = []
+    for index in range(number):
+        key = "wal"[index % 3]
+        period = round(LATENTS_A_SECOND * _between(1.0, 4.0, generator))
+        there_and_back = [key] * period + [key.translate(_OPPOSITE)] * period
+        latents = LATENTS_A_SECOND * seconds
+        keys.append((there_and_back * math.ceil(latents / len(there_and_back)))[:latents])
+    return _players(_open_places(number, generator), keys, seed, generator)
+
+
+def _bot(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """Random keys, a third of the time none, another prompt now and then; a start for each three walks."""
+    latents = LATENTS_A_SECOND * seconds
+    starts, yaw = _open_places(math.ceil(number / len(STYLES)), generator)
+    three = torch.arange(number) // len(STYLES)
+    keys = [_bot_keys(latents, generator) for _ in range(number)]
+    return _players((starts[three], yaw[three]), keys, seed, generator, switches=True)
+
+
+def _home(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
+    """Walk away for `seconds`, undo every key, rest for a second where the walk started."""
+    starts, yaw = _open_places(number, generator)
+    away = _free_keys(starts, yaw, LATENTS_A_SECOND * seconds, generator)
+    return _players((starts, yaw), [[*keys, *undone(keys), *_rest(1)] for keys in away], seed, generator)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "still": Scenario(3, 120, _still),
+    "idle_spells": Scenario(3, 120, _idle_spells),
+    "straight": Scenario(5, 60, _straight),
+    "wall": Scenario(5, 10, _wall),
+    "spin": Scenario(3, 60, _spin),
+    "back_and_forth": Scenario(3, 60, _back_and_forth),
+    "bot": Scenario(9, 300, _bot),
+    "home": Scenario(3, 300, _home),
+}
+
+
+def players(name: str, seed: int, *, walks: int | None = None, seconds: int | None = None) -> list[Player]:
+    """Draw a scenario's walks from the seed alone. walks: None = its own number; seconds: at most so many of play."""
+    scenario = SCENARIOS[name]
+    generator = torch.Generator().manual_seed(seed + HELD_OUT + 10_000 * (1 + list(SCENARIOS).index(name)))
+    length = scenario.seconds if seconds is None else min(scenario.seconds, seconds)
+    return scenario.make(scenario.walks if walks is None else walks, length, seed, generator)
+
+
+def undone(keys: Sequence[str]) -> list[str]:
+    """Keys that lead back to where `keys` began, if nothing was in the way; one latent frame more.
+
+    A camera looks first and moves then. So the way back moves first: each movement is undone together with the look
+    of the latent frame after it.
+    """
+    looks = [_only(held, "jlik").translate(_OPPOSITE) for held in keys]
+    moves = [_only(held, "wsad").translate(_OPPOSITE) for held in keys]
+    back = [move + look for move, look in zip(moves, [*looks[1:], ""], strict=True)]
+    return [*reversed(back), looks[0]]
+
+
+def _players(
+    places: tuple[torch.Tensor, torch.Tensor],
+    keys: Sequence[Sequence[str]],
+    seed: int,
+    generator: torch.Generator,
+    *,
+    turned_at: int | None = None,
+    switches: bool = False,
+) -> list[Player]:
+    """Walks whose first latent frame is the start image; styles take turns. Chunks of three latent frames fill them."""
+    out = []
+    for index, held in enumerate(keys):
+        fill = -(1 + len(held)) % LATENTS_A_CHUNK
+        style = index % len(STYLES)
+        prompts = {0: _prompt(style, generator)}
+        while switches:
+            gap = LATENTS_A_SECOND * _between(*SWITCH_S, generator)
+            at = LATENTS_A_CHUNK * round((max(prompts) + gap) / LATENTS_A_CHUNK)
+            if at >= len(held):
+                break
+            last = _STYLE_OF[prompts[max(prompts)]]
+            prompts[at] = _prompt((last + int(torch.randint(1, 3, (), generator=generator))) % 3, generator)
+        x_m, z_m = places[0][index].tolist()
+        all_keys = ("", *held, *[""] * fill)
+        walk = Played((x_m, z_m), float(places[1][index]), all_keys, style, prompts, seed * 1000 + index)
+        out.append(Player(walk, turned_at))
+    return out
+
+
+def _open_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places with three metres of free way ahead: a wall at arm's length has no sharpness to compare with."""
+    starts, yaw = free_places(16 * number, generator)
+    path = _along(starts, yaw, 6)
+    free = ((path[:, -1] - path[:, 0]).norm(dim=1) > 0.999 * 6 * STEP_M).nonzero()[:number, 0]
+    assert len(free) == number, "a way in three is free for so far"
+    return starts[free], yaw[free]
+
+
+def _along(starts: torch.Tensor, yaw: torch.Tensor, latents: int) -> torch.Tensor:
+    """Positions [N, 1 + latents, 2] of walkers that hold `w`."""
+    keys = torch.full((len(starts), 1 + latents), key_bits("w"), dtype=torch.uint8)
+    return scripted_walks(starts, yaw, keys).positions
+
+
+def _bot_keys(latents: int, generator: torch.Generator) -> list[str]:
+    """Keys follow each pause; so a larger share than `IDLE_SHARE` of the spells of keys has a pause behind it."""
+    return _played_keys(latents, generator, idle=IDLE_SHARE / (1 - IDLE_SHARE), idle_s=BURST_S)
+
+
+def _played_keys(latents: int, generator: torch.Generator, *, idle: float, idle_s: tuple[float, float]) -> list[str]:
+    """Spells of keys, each other ones than before. idle: how likely a pause follows a spell, for `idle_s` seconds."""
+    out: list[str] = []
+    held, pitch, may_pause = "", 0.0, False
+    while len(out) < latents:
+        if may_pause and float(torch.rand((), generator=generator)) < idle:
+            out += [""] * _latents(*idle_s, generator)
+            may_pause = False
+            continue
+        drawn = _other_keys(held, generator)
+        count = _latents(*BURST_S, generator)
+        if _only(drawn, "ik"):  # where there is more room
+            drawn = _only(drawn, "wsadjl") + ("k" if pitch > 0 else "i")
+            if drawn == held:
+                continue
+            count = min(count, int((LARGEST_PITCH + abs(pitch)) // PITCH_DEGREES))
+            pitch += count * (PITCH_DEGREES if "i" in drawn else -PITCH_DEGREES)
+        held, may_pause = drawn, True
+        out += [held] * count
+    return out[:latents]
+
+
+def _other_keys(last: str, generator: torch.Generator) -> str:
+    weights = torch.tensor([weight * (keys != last) for keys, weight in _HABITS])
+    return _HABITS[int(torch.multinomial(weights, 1, generator=generator))][0]
+
+
+def _free_keys(starts: torch.Tensor, yaw: torch.Tensor, latents: int, generator: torch.Generator) -> list[list[str]]:
+    """A bot's keys for each start, but a player who would touch a wall turns instead, and so can be undone."""
+    number = len(starts)
+    wished = [_bot_keys(latents, generator) for _ in range(number)]
+    headings = torch.rad2deg(yaw.double()).tolist()
+    places = starts.double().tolist()
+    poses = torch.stack([world_pose(x, z, heading) for (x, z), heading in zip(places, headings, strict=True)])
+    pitch = torch.zeros(number, dtype=torch.float64)
+    out: list[list[str]] = [[] for _ in range(number)]
+    evading = [0] * number
+    sides = _sides(number)
+    for latent in range(latents):
+        held = [sides[index] if evading[index] else wished[index][latent] for index in range(number)]
+        free, _ = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M)
+        after, _ = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M, village_grid())
+        touches = ((free - after)[:, 0:3:2, 3].norm(dim=1) > 1e-9).tolist()
+        for index in range(number):
+            evading[index] = 6 if touches[index] else max(0, evading[index] - 1)
+            held[index] = sides[index] if touches[index] else held[index]
+            out[index].append(held[index])
+        poses, pitch = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M, village_grid())
+    return out
+
+
+def _sides(number: int) -> list[str]:
+    return ["lj"[index % 2] for index in range(number)]
+
+
+def _rest(seconds: int) -> list[str]:
+    return [""] * (LATENTS_A_SECOND * seconds)
+
+
+def _only(held: str, keys: str) -> str:
+    return "".join(key for key in held if key in keys)
+
+
+def _between(low: float, high: float, generator: torch.Generator) -> float:
+    return low + (high - low) * float(torch.rand((), generator=generator))
+
+
+def _latents(shortest_s: float, longest_s: float, generator: torch.Generator) -> int:
+    """A time as latent frames, drawn evenly in its logarithm."""
+    return round(LATENTS_A_SECOND * math.exp(_between(math.log(shortest_s), math.log(longest_s), generator)))
+
+
+def _prompt(style: int, generator: torch.Generator) -> str:
+    prompts = PROMPTS[STYLES[style]]
+    return prompts[int(torch.randint(len(prompts), (), generator=generator))]
+
+
+# -- measures ----------------------------------------------------------------------------------------------------------
+
+
+def truth_of(renderer: Renderer, player: Player) -> torch.Tensor:
+    """What a walk should look like, uint8 [L, H, W, 3] on the CPU; equal views are rendered once."""
+    path, styles = player.walk.walk(), player.styles()
+    views = torch.cat(
+        (path.positions[0].double(), path.yaw[0, :, None], path.pitch[0, :, None], styles[:, None]), dim=1
+    )
+    views, which = torch.unique(views, dim=0, return_inverse=True)
+    pictures = renderer.render(views[:, :2].float(), views[:, 2].float(), views[:, 3].float(), views[:, 4].long())
+    return pictures.cpu()[which]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One walk's measures, a value for each second, and what the classifier says of each latent frame, [L]."""
+
+    values: dict[str, list[float | None]]
+    village: torch.Tensor
+    village_of_truth: torch.Tensor
+
+    def share(self) -> float:
+        """Share of villages among the frames whose truth is taken for one."""
+        return float(self.village[self.village_of_truth].float().mean())
+
+
+def measured(made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor, player: Player, recogniser: Recogniser) -> Seconds:
+    """Measure one walk. Frames are uint8, one a latent frame, the start image first."""
+    styles, before = player.styles(), player.styles_before()
+    accepted = recogniser.villages(made_LHW3, styles)
+    late = before != styles
+    accepted[late] |= recogniser.villages(made_LHW3[late], before[late])
+    of_truth = recogniser.villages(truth_LHW3, styles)
+    accepted, of_truth = accepted[1:], of_truth[1:]
+    values: dict[str, list[float | None]] = {
+        name: [] for name in ("psnr", "start_psnr", "sharpness", "contrast", "village")
+    }
+    start = unit(truth_LHW3[:1])
+    for second in range(player.seconds):
+        part = slice(LATENTS_A_SECOND * second, LATENTS_A_SECOND * (second + 1))
+        made, truth = unit(made_LHW3[1:][part])[None], unit(truth_LHW3[1:][part])[None]
+        values["psnr"].append(_rounded(measure.psnr(made, truth)))
+        values["start_psnr"].append(_rounded(measure.psnr(made, start.expand_as(made[0])[None])))
+        values["sharpness"].append(_rounded(measure.sharpness(made, truth)))
+        values["contrast"].append(_rounded(_deviation(made) / _deviation(truth).clamp(min=1e-6)))
+        judged = of_truth[part]
+        values["village"].append(_rounded(accepted[part][judged].float().mean()) if bool(judged.any()) else None)
+    return Seconds(values, accepted, of_truth)
+
+
+def again(seconds: Seconds, turned_at: int) -> float | None:
+    """Seconds from the end of a turn until three of four frames are a village; None = never.
+
+    Frames whose truth is not taken for a village do not count.
+    """
+    judged = seconds.village[turned_at - 1 :][seconds.village_of_truth[turned_at - 1 :]].float()
+    if len(judged) < LATENTS_A_SECOND:
+        return None
+    found = (judged.unfold(0, LATENTS_A_SECOND, 1).sum(dim=1) >= LATENTS_A_SECOND - 1).nonzero()
+    return float(found[0]) / LATENTS_A_SECOND if len(found) else None
+
+
+def tens(values: Sequence[float | None]) -> list[float]:
+    """Means over every ten seconds; shorter walks have one mean over all."""
+    numbers = [value for value in values if value is not None]
+    step = min(10, len(numbers))
+    return [round(sum(numbers[at : at + step]) / step, 3) for at in range(0, len(numbers) - step + 1, step)]
+
+
+def _deviation(frames_1T3HW: torch.Tensor) -> torch.Tensor:
+    """Mean over frames of the standard deviation of all values."""
+    return frames_1T3HW.flatten(2).std(dim=2).mean()
+
+
+def _rounded(value: torch.Tensor) -> float:
+    return round(float(value), 3)
+
+
+# -- everything together -----------------------------------------------------------------------------------------------
+
+
+def score_players(
+    world: World,
+    renderer: Renderer,
+    *,
+    seed: int,
+    names: Sequence[str] = (),
+    walks: int | None = None,
+    seconds: int | None = None,
+) -> dict[str, Any]:
+    """Measure a world in the named scenarios (none: in all). walks, seconds: as in `players`."""
+    recogniser = shipped()
+    scenarios: dict[str, Any] = {}
+    for name in names or SCENARIOS:
+        drawn = players(name, seed, walks=walks, seconds=seconds)
+        truths = [truth_of(renderer, player) for player in drawn]
+        print(f"{name}: {len(drawn)} walks of {drawn[0].seconds} s", file=sys.stderr, flush=True)
+        videos = world.play([player.walk for player in drawn], torch.stack([truth[0] for truth in truths]))
+        found = [
+            measured(video[::4], truth, player, recogniser)
+            for video, truth, player in zip(videos, truths, drawn, strict=True)
+        ]
+        scenarios[name] = _summary(name, drawn, found)
+    return {"seed": seed, "scenarios": scenarios, "table": table(scenarios)}
+
+
+def _summary(name: str, drawn: Sequence[Player], found: Sequence[Seconds]) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "walks": len(drawn),
+        "seconds": drawn[0].seconds,
+        "styles": [STYLES[player.walk.style] for player in drawn],
+        "lowest_ten_seconds_psnr": min(min(tens(walk.values["psnr"])) for walk in found),
+        "village_share": [round(walk.share(), 4) for walk in found],
+        "truth_recognised": [_rounded(walk.village_of_truth.float().mean()) for walk in found],
+    }
+    turned = [(walk, player.turned_at) for walk, player in zip(found, drawn, strict=True)]
+    if name in ("straight", "wall"):
+        out["again_s"] = [again(walk, at) for walk, at in turned if at is not None]
+    kept = ["psnr", "sharpness", "contrast", "village"]
+    kept += ["start_psnr"] if name in ("still", "home") else []
+    return out | {key: [walk.values[key] for walk in found] for key in kept}
+
+
+def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
+    """What has a target, for the scenarios that were played: measure, value, target, and whether it is met."""
+    rows: list[dict[str, Any]] = []
+
+    def add(measure_: str, value: Any, target: str, met: bool, aim: str = "") -> None:
+        rows.append({"measure": measure_, "value": value, "target": target, "met": met} | ({"aim": aim} if aim else {}))
+
+    if still := scenarios.get("still"):
+        lowest = min(min(walk) for walk in still["start_psnr"])
+        add("still: PSNR against the start image, lowest second", lowest, ">= 22 dB", lowest >= 22, "27 dB")
+        low, high = min(min(walk) for walk in still["sharpness"]), max(max(walk) for walk in still["sharpness"])
+        add("still: sharpness, lowest and highest second", [low, high], "0.8 to 1.2", low >= 0.8 and high <= 1.2)
+    if bot := scenarios.get("bot"):
+        lowest = bot["lowest_ten_seconds_psnr"]
+        add("bot: PSNR, lowest mean of ten seconds", lowest, ">= 18 dB", lowest >= 18, "22 dB")
+        share = min(bot["village_share"])
+        add("bot: share of frames that are a village, lowest walk", share, ">= 0.98", share >= 0.98, "1")
+    turned = [value for name in ("straight", "wall") for value in scenarios.get(name, {}).get("again_s", ())]
+    if turned:
+        soon = sum(value is not None and value <= AGAIN_S for value in turned)
+        target = f"{len(turned)} of {len(turned)} within {AGAIN_S:g} s"
+        add("straight and wall: a village again after turning away", soon, target, soon == len(turned))
+    if home := scenarios.get("home"):
+        lowest = min(walk[-1] for walk in home["start_psnr"])
+        add("home: PSNR against the start image, last second", lowest, ">= 20 dB", lowest >= 20, "24 dB")
+    return rows
