@@ -45,7 +45,7 @@ def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
     """Read one environment's action, a member of `gymnasium_space(space)`; kinds of controls may be left out.
 
-    Raises ValueError with what is taken.
+    Raises ValueError with the model's controls.
     """
     taken = gymnasium_space(space)
     if not isinstance(taken, spaces.Dict):

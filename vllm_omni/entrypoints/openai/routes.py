@@ -180,7 +180,7 @@ class OpenAIRoutes:
         return self._videos
 
     async def _served_model(self) -> Response:
-        """What the web page of a model without sessions needs to know of it."""
+        """Name and tasks of the model, for the web page of one without sessions."""
         capabilities = self.served.capabilities
         told = {"model": self.served.names[0], "tasks": capabilities.tasks, "reads": capabilities.reads}
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
