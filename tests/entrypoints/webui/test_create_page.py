@@ -103,6 +103,7 @@ def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
     ready(page)
     assert page.text("#model") == "painter"
     assert page.run("[...document.querySelectorAll('#modes button')].map((b) => b.dataset.name)") == ["make"]
+    assert not page.run("document.querySelector('.takes-file').offsetParent !== null")
     page.run("document.querySelector('#form').elements.seed.value = 7")
     create(page, "make", "a grey square")
     assert page.wait_for(SIZE) == [64, 48]
