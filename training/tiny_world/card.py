@@ -39,6 +39,8 @@ ABOUT = (
     "turns into something like the village."
 )
 _MAP_PIXELS = 384
+DENOISE_INDICES = (0,)
+"""Denoise steps that the world is served with: with the pose known, more of them score no better."""
 # Keys and for how many latent frames: into the square along the street, a turn away and back, on under another prompt.
 _TOUR = (("", 1), ("w", 6), ("l", 6), ("j", 6), ("wj", 4), ("w", 7), ("wl", 4), ("l", 2))
 _TOUR_START = ("street", "day")
@@ -65,7 +67,7 @@ def world_card(*, decoder: str = "tiny", truth: bool = True) -> WorldCard:
         map=WorldMap(file=MAP, side_m=PERIOD),
         grid=WorldGrid(file=GRID, side_m=PERIOD),
         tour=Tour(start=start, seed=7, keys=keys, prompts=_TOUR_PROMPTS, truth=TRUTH if truth else None),
-        model={"decoder": decoder},
+        model={"decoder": decoder, "denoise_indices": list(DENOISE_INDICES)},
     )
 
 

@@ -11,7 +11,6 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import msgspec
 import torch
@@ -32,28 +31,13 @@ from vllm_omni.model_executor.streaming.request import (
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.movement import Motion, world_pose
 from vllm_omni.worlds.served import ServedWorld
+from vllm_omni.worlds.start_pose import StartPose
 
 _TENSORS: dict[ControlType, tuple[str, ...]] = {
     "cam": ("image", "poses", "intrinsics"),
     "act": ("image", "poses", "intrinsics", "action"),
     "world": ("image", "poses", "intrinsics"),
 }
-
-
-Degrees = Annotated[float, msgspec.Meta(ge=-360, le=360)]
-Metres = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
-
-
-class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where in the world a session's start image was taken.
-
-    x_m, z_m: metres to the east and north. heading_degrees: from north to the east. pitch_degrees: upwards.
-    """
-
-    x_m: Metres
-    z_m: Metres
-    heading_degrees: Degrees
-    pitch_degrees: Annotated[float, msgspec.Meta(ge=-85, le=85)] = 0.0
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
