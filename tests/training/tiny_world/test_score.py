@@ -19,6 +19,8 @@ from training.tiny_world.village import STYLES
 from training.tiny_world.walks import random_walks
 
 SEED = 11
+MOVING_SEED = 32
+"""Its walkers move in nearly every latent frame; others may stand still for a while."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +89,7 @@ def test_a_truth_is_rendered_once(small_renderer: Renderer, monkeypatch: pytest.
 
 
 def test_a_world_that_obeys_nothing_scores_badly(truth: Truth, few_latents: None) -> None:
-    found = score.score(Deaf(), truth, seed=SEED, walks=3, chunks=2)
+    found = score.score(Deaf(), truth, seed=MOVING_SEED, walks=3, chunks=2)
     assert found["psnr"][-1] < 20 < found["psnr"][0] + 10
     assert abs(found["turn"]["ratio"]) < 0.05
     assert found["step"]["ratio"] < 0.2
@@ -113,7 +115,7 @@ def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
 
 def test_a_late_video_is_not_the_truth(small_renderer: Renderer) -> None:
     """A latent frame late: the first chunk is near, PSNR says so for the others."""
-    walks = score.wandering(2, 3, SEED)
+    walks = score.wandering(2, 3, MOVING_SEED)
     truth = rendered(small_renderer, walks)
     late = torch.cat((truth[:, :1], truth[:, :-1]), dim=1)
     found = score.against_truth(late, truth)
