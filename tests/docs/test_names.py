@@ -37,7 +37,6 @@ ELSEWHERE = {
     "Esc": "a key",
     "terminationGracePeriodSeconds": "of Kubernetes",
     "k_img": "a part of layer names of Wan 2.1 I2V",
-    "v_img": "a part of layer names of Wan 2.1 I2V",
     "ticket.XXX": "an example",
     ".try_vllm/": "made by scripts/try_vllm.py",
     "mutants/": "made by `make mutants`",

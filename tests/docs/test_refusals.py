@@ -159,8 +159,6 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> what cannot be configured if it is true."""
 
 HELD_BY = {
-    # lora.md
-    "A file of which nothing fits is refused": ("tests/model_executor/lora/test_adapter_files.py::test_refusals"),
     # realtime_video.md
     "one beyond their range is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"

@@ -183,7 +183,7 @@ def test_an_edit_takes_json_with_data_urls(image_server: Served) -> None:
         ({"model": "other"}, 404, "model_not_found", "model", "served: null"),
         ({"extra_body": {"steps": 3}}, 400, "unknown_parameter", "steps", "num_inference_steps"),
         ({"extra_body": {"num_inference_steps": 201}}, 400, "invalid_value", "num_inference_steps", "1 to 200"),
-        ({"extra_body": {"seed": -1}}, 400, "invalid_value", "seed", "greater than or equal to 0"),
+        ({"extra_body": {"seed": -2}}, 400, "invalid_value", "seed", "greater than or equal to -1"),
         ({"extra_body": {"extra_params": {"bogus": 1}}}, 400, "invalid_request", None, "allowed keys: step_ms"),
         ({"extra_body": {"extra_params": {"step_ms": 2**70}}}, 400, "invalid_value", "extra_params", "cannot be sent"),
         ({"extra_body": {"extra_params": {"fail_in": "denoise"}}}, 500, "engine_error", None, "failed"),

@@ -189,6 +189,7 @@ def test_two_sessions_of_one_connection_run_side_by_side(client: Client, engine:
 def test_images_reach_the_engine_at_the_sessions_size(client: Client, engine: FakeEngine, image: str) -> None:
     """Bytes, arrays and data URLs all become uint8 RGB of the requested height and width."""
     array = np.full((64, 96, 4), 200, np.uint8)
+    array[..., 3] = 255
     buffer = io.BytesIO()
     Image.fromarray(array).save(buffer, "PNG")
     import base64

@@ -16,6 +16,7 @@ from helpers.uvicorn_thread import serving
 
 from vllm_omni.entrypoints.access import BrowserAccess
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -60,15 +61,16 @@ def open_page(browser: Browser, engine: MediaEngine, tmp_path: Path) -> Iterator
 
         def opened(capabilities: Capabilities, keys: tuple[str, ...] = ()) -> Any:
             executor = stack.enter_context(ThreadPoolExecutor(2))
+            threads = ClientThreads(executor)
             limits, doors = MediaLimits(media_dir=str(tmp_path)), DoorLimits()
             served = ServedModel(("painter",), capabilities, 64, 48, 64 * 48, 4)
             store = MediaStore(limits)
             routes = OpenAIRoutes()
             routes.served = served
-            routes._images = ImageRoutes(engine, served, store, limits, doors, executor)
+            routes._images = ImageRoutes(engine, served, store, limits, doors, threads)
             jobs = VideoJobs(engine, served, store, limits, executor)
-            routes._videos = VideoRoutes(jobs, served, limits, doors, executor)
-            routes._chat = ChatRoutes(engine, served, limits, doors, executor)
+            routes._videos = VideoRoutes(jobs, served, limits, doors, threads)
+            routes._chat = ChatRoutes(engine, served, limits, doors, threads)
             app = FastAPI()
             routes.attach(app)
             BrowserAccess(keys, {}).attach(app, pages.attach(app, is_world=lambda: capabilities.is_world))

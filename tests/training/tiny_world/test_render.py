@@ -8,7 +8,7 @@ import torch
 
 from training.tiny_world.render import Renderer
 from training.tiny_world.village import HOUSES, PERIOD, STYLES, WALLS, Village
-from training.tiny_world.walks import _blocked
+from training.tiny_world.walks import _obstructed
 
 # x, z, yaw, pitch, style
 VIEWS = torch.tensor([(1.2, -4.0, 0.0, 0.0, 0), (2.6, 7.4, 3.4, 0.2, 1), (-7.0, 1.5, 1.1, -0.3, 2)])
@@ -83,14 +83,14 @@ def test_a_house_is_where_the_village_says(renderer: Renderer) -> None:
 def test_walls_stop_a_walker_and_the_square_does_not() -> None:
     obstacles = Village.build().obstacles_N6
     middles = torch.tensor([(x, z) for x, z, *_ in HOUSES])
-    assert bool(_blocked(middles, obstacles).all())
-    assert bool(_blocked(middles + PERIOD, obstacles).all())
-    assert not bool(_blocked(VIEWS[:, :2], obstacles).any())
+    assert bool(_obstructed(middles, obstacles).all())
+    assert bool(_obstructed(middles + PERIOD, obstacles).all())
+    assert not bool(_obstructed(VIEWS[:, :2], obstacles).any())
     x, z, width, _, _, heading = HOUSES[0]
     turn = math.radians(heading)
     for gap, blocked in ((1.2, True), (1.4, False)):  # a walker keeps 1.3 m from walls
         beside = torch.tensor([(x + (width + gap) * math.cos(turn), z - (width + gap) * math.sin(turn))])
-        assert bool(_blocked(beside, obstacles)) is blocked
+        assert bool(_obstructed(beside, obstacles)) is blocked
 
 
 def test_styles_differ_everywhere(renderer: Renderer) -> None:

@@ -21,7 +21,7 @@ from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars
-from vllm_omni.seeds import Seed
+from vllm_omni.seeds import Seed, check_seed
 
 
 class Kept(Protocol):
@@ -103,6 +103,9 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     height: int
     width: int
     output: str
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 Shape = TypeVar("Shape", bound=SessionShape)
