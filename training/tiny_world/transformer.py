@@ -17,7 +17,7 @@ Held by tests/training/tiny_world/test_world_transformer.py, which drives `LingB
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -452,22 +452,11 @@ class Clips:
 
     def frames(self, start: int, stop: int) -> "Clips":
         """The same clips' frames [start, stop)."""
-        whole = ("focal", "text")
-        return Clips(
-            **{
-                name: value if name in whole else value[:, start:stop]
-                for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
-            }
-        )
+        return self._each(lambda whole: whole, lambda by_frame: by_frame[:, start:stop])
 
     def picked(self, row_R: torch.Tensor, frame_RK: torch.Tensor) -> "Clips":
         """Clips [R] with frames [R, K] of each."""
-        return Clips(
-            **{
-                name: value[row_R] if name in ("focal", "text") else value[row_R.unsqueeze(1), frame_RK]
-                for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
-            }
-        )
+        return self._each(lambda whole: whole[row_R], lambda by_frame: by_frame[row_R.unsqueeze(1), frame_RK])
 
     def standing(self) -> "Clips":
         """The same clips of cameras that stay where they begin."""
@@ -477,7 +466,16 @@ class Clips:
 
     def rows(self, which: slice) -> "Clips":
         """Some of the clips."""
-        return Clips(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+        return self._each(lambda whole: whole[which], lambda by_frame: by_frame[which])
+
+    def _each(
+        self,
+        of_clip: Callable[[torch.Tensor], torch.Tensor],
+        of_frames: Callable[[torch.Tensor], torch.Tensor],
+    ) -> "Clips":
+        """Apply one function to what a whole clip has, another to what each of its frames has."""
+        names = self.__dataclass_fields__
+        return Clips(*((of_clip if n in ("focal", "text") else of_frames)(getattr(self, n)) for n in names))
 
 
 class WorldTransformer(nn.Module):

@@ -20,6 +20,7 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py and tes
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -36,6 +37,12 @@ from vllm_omni.worlds.movement import Motion, inverse_poses, move_cameras, pitch
 MOVE_UNIT = 0.05
 """Translation of one latent frame with a movement key held."""
 _STEPS, _DEGREES = 8.0, 90.0
+
+
+def _look_axis(name: str, direction: str, unit: str, **more: Any) -> Axis:
+    return Axis(name=name, title=f"look {direction}", unit=unit, low=-_DEGREES, high=_DEGREES, **more)
+
+
 ACTION_SPACE = msgspec.structs.replace(
     CAMERA_SPACE,
     axes=(
@@ -43,28 +50,10 @@ ACTION_SPACE = msgspec.structs.replace(
             Axis(name=name, title=name, unit="steps per latent frame", low=-_STEPS, high=_STEPS)
             for name in ("forward", "right", "up")
         ),
-        Axis(name="yaw", title="look right", unit="degrees per latent frame", low=-_DEGREES, high=_DEGREES),
-        Axis(name="pitch", title="look up", unit="degrees per latent frame", low=-_DEGREES, high=_DEGREES),
-        Axis(
-            name="turn",
-            title="look right",
-            unit="degrees",
-            kind="motion",
-            low=-_DEGREES,
-            high=_DEGREES,
-            mouse="x",
-            scale=0.12,
-        ),
-        Axis(
-            name="look",
-            title="look up",
-            unit="degrees",
-            kind="motion",
-            low=-_DEGREES,
-            high=_DEGREES,
-            mouse="y",
-            scale=-0.12,
-        ),
+        _look_axis("yaw", "right", "degrees per latent frame"),
+        _look_axis("pitch", "up", "degrees per latent frame"),
+        _look_axis("turn", "right", "degrees", kind="motion", mouse="x", scale=0.12),
+        _look_axis("look", "up", "degrees", kind="motion", mouse="y", scale=-0.12),
     ),
 )
 """The eight keys and their analog forms, which add up; a movement key is one step, a look key six or four degrees."""
