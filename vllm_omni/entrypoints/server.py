@@ -44,6 +44,7 @@ from vllm_omni.entrypoints.realtime import generate_door, video_door, world_came
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.live import RealtimeEndpoint
 from vllm_omni.entrypoints.realtime.mobility import SessionMobility
 from vllm_omni.entrypoints.realtime.recorder import Recorder, recording_header
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
@@ -133,24 +134,18 @@ class Endpoint(Protocol):
         ...
 
 
-class ConnectionHandler(Protocol):
-    """Serves WebSocket connections, each in a call of its own."""
-
-    async def serve(self, websocket: WebSocket) -> None: ...
-
-
 class WebSocketEndpoint:
     """A WebSocket endpoint of models with sessions; other models answer the handshake with 404."""
 
-    def __init__(self, paths: Sequence[str], create: Callable[[ServerContext], ConnectionHandler]) -> None:
+    def __init__(self, paths: Sequence[str], create: Callable[[ServerContext], RealtimeEndpoint]) -> None:
         """Initialize the endpoint.
 
         Args:
             paths: Paths that lead to it.
-            create: Builds the handler after the engine has started.
+            create: Builds the endpoint after the engine has started.
         """
         self._paths, self._create = paths, create
-        self._handler: ConnectionHandler | None = None
+        self._endpoint: RealtimeEndpoint | None = None
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         for path in self._paths:
@@ -159,18 +154,18 @@ class WebSocketEndpoint:
 
     async def start(self, server: ServerContext) -> None:
         if server.is_world:
-            self._handler = self._create(server)
+            self._endpoint = self._create(server)
 
     async def _serve(self, websocket: WebSocket) -> None:
-        if self._handler is None:
+        if self._endpoint is None:
             await websocket.send_denial_response(Response("the served model is no world", 404))
         else:
-            await self._handler.serve(websocket)
+            await self._endpoint.serve(websocket)
 
 
-def _world_camera(server: ServerContext) -> ConnectionHandler:
+def _world_camera(server: ServerContext) -> RealtimeEndpoint:
     max_bytes = websocket_options.WebSocketOptions.from_args(server.args).max_bytes
-    return world_camera.WorldCameraDoor(server.sessions, max_bytes)
+    return world_camera.world_camera_endpoint(server.sessions, max_bytes)
 
 
 class OpenAIEndpoint:
@@ -265,8 +260,8 @@ class WebPageEndpoint:
 
 ENDPOINTS: Final[tuple[Callable[[], Endpoint], ...]] = (
     lambda: WebSocketEndpoint(world_camera.PATHS, _world_camera),
-    lambda: WebSocketEndpoint(generate_door.PATHS, lambda server: generate_door.GenerateDoor(server.sessions)),
-    lambda: WebSocketEndpoint(video_door.PATHS, lambda server: video_door.VideoDoor(server.sessions)),
+    lambda: WebSocketEndpoint(generate_door.PATHS, lambda server: generate_door.generate_endpoint(server.sessions)),
+    lambda: WebSocketEndpoint(video_door.PATHS, lambda server: video_door.video_endpoint(server.sessions)),
     OpenAIEndpoint,
     AdapterEndpoint,
     SessionsEndpoint,
