@@ -14,10 +14,11 @@ HEAD = """# vLLM's engine arguments
 
 Written by `scripts/engine_arguments.py` from `vllm_omni/engine_arguments/table.py`; do not edit.
 
-No argument of vLLM's engine is silently ignored. Each is **honoured**; or **refused** at start, with one line that says
-what to do instead (here behind the word); or it has **no meaning** because what it sets does not exist here, which
-costs a warning. That holds for `vllm serve --omni`, plain `vllm serve` and `LLM(...)`. A value equal to vLLM's default
-is never refused.
+Arguments that promise memory, speed, precision, data or a split that would not come are **refused** at start, with one
+line that says what to do instead (given here after the word). That holds for `vllm serve --omni`, plain `vllm serve`
+and `LLM(...)`. A value equal to vLLM's default is never refused. The table lists the refused arguments and those that
+have another effect than vLLM documents. All other arguments of vLLM's engine work as documented, or set something that
+does not exist here (no effect), for example how tokens are sampled.
 
 The diffusion worker serves worlds, streams and video models; the diffusers executor serves diffusers pipelines without
 a worker; the AR worker runs vLLM's own model runner and honours everything but what its column names.
@@ -39,7 +40,7 @@ def _line(row: Row) -> str:
 
 
 def _cell(verdict: Verdict) -> str:
-    kind = {"honoured": "honoured", "meaningless": "no meaning", "refused": "**refused**"}[verdict.kind]
+    kind = "**refused**" if verdict.kind == "refused" else verdict.kind
     but = f" (but {', '.join(_spelled(value) for value in verdict.unless)})" if verdict.unless else ""
     return f"{kind}{but}: {verdict.why}" if verdict.why else kind
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No argument of vLLM's engine is silently ignored: the table knows them all, and a start that asks for one is told.
+"""Every argument of vLLM's engine is known, and a start that asks for one that a worker refuses ends with one line.
 
 Real starts, one for each class of refusal, are in tests/engine/test_engine_arguments_refused.py.
 """
 
 import dataclasses
-import logging
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ from vllm_omni import registration
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine_arguments.check import asked_in_config, asked_on_command_line, check_config, refusal_of
 from vllm_omni.engine_arguments.refusals import WORKER_CLS, check_offload
-from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker
+from vllm_omni.engine_arguments.table import ARGUMENTS, KNOWN_FIELDS, PLAIN_FIELDS, ROWS, Worker
 from vllm_omni.model_executor.vllm_model import StepPipeline
 
 REPO = Path(__file__).parents[1]
@@ -34,7 +33,7 @@ PIPELINES = (Worker.DIFFUSION, Worker.DIFFUSERS)
 def known_to(version: str) -> set[str]:
     """Names of the fields that vLLM `version` ("0.33.1", or a later one) has."""
     minor = _minor(version)
-    return {argument.name for argument in ARGUMENTS.values() if _minor(argument.since) <= minor}
+    return {name for name, since in KNOWN_FIELDS.items() if _minor(since) <= minor}
 
 
 def _minor(version: str) -> tuple[int, ...]:
@@ -42,8 +41,8 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 TOGETHER = IN_EVERY_VERSION | {name: value for name, value in LATER.items() if name in known_to(vllm.__version__)}
-IGNORED = sorted(
-    name for name, argument in ARGUMENTS.items() if any(argument.verdicts[who].kind != "honoured" for who in PIPELINES)
+REFUSED = sorted(
+    name for name, argument in ARGUMENTS.items() if any(argument.verdicts[who].kind == "refused" for who in PIPELINES)
 )
 
 
@@ -84,12 +83,13 @@ def configure_engine(model: Path, **arguments: Any) -> VllmConfig:
 
 
 def test_the_table_has_the_fields_of_the_installed_vllm() -> None:
-    """A field that vLLM gains or loses needs a row, or a mark of the version that has it."""
+    """A field that vLLM gains or loses needs a decision: a row, or a name in `PLAIN_FIELDS`."""
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} == known_to(vllm.__version__)
 
 
 def test_no_field_has_two_rows() -> None:
     names = [argument.name for row in ROWS for argument in row.arguments()]
+    names += [name for fields in PLAIN_FIELDS.values() for name in fields.split()]
     assert len(names) == len(set(names))
 
 
@@ -97,17 +97,17 @@ def test_fields_of_a_later_vllm_are_not_expected_of_an_earlier_one() -> None:
     assert known_to("0.33.1") - known_to("0.32.0") == {"monokernel", "sleep_mode_backend", "watchdog_config"}
 
 
-def test_what_is_not_honoured_says_why() -> None:
-    """A reason or an alternative, in half a sentence."""
+def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
+    """Half a sentence. A row in which no worker refuses or notes anything belongs to `PLAIN_FIELDS`."""
     for argument in ARGUMENTS.values():
-        for worker, verdict in argument.verdicts.items():
-            assert verdict.kind == "honoured" or verdict.why, (argument.name, worker)
+        assert all(verdict.why for verdict in argument.verdicts.values() if verdict.kind == "refused"), argument.name
+        assert any(verdict.why for verdict in argument.verdicts.values()), argument.name
 
 
-def test_every_argument_that_is_not_honoured_is_tried_here() -> None:
+def test_every_argument_that_is_refused_is_tried_here() -> None:
     """A new row needs a sample value, or the reason why nothing can notice it."""
     tried = {*TOGETHER, *FOLDED, *BY_VLLM, *UNSEEN, *(name for arguments in ALONE for name in arguments)}
-    assert set(IGNORED) - tried - (set(ARGUMENTS) - known_to(vllm.__version__)) == set()
+    assert set(REFUSED) - tried - (set(ARGUMENTS) - known_to(vllm.__version__)) == set()
 
 
 # ---- a user's arguments, read from vLLM's config --------------------------------------------------------------------
@@ -115,14 +115,14 @@ def test_every_argument_that_is_not_honoured_is_tried_here() -> None:
 
 def test_a_plain_start_has_asked_for_nothing(at_the_hook: Any) -> None:
     """Whatever vLLM decides by itself, for the platform and for the model, is not taken for a wish."""
-    assert asked_in_config(at_the_hook(), IGNORED) == {}
+    assert asked_in_config(at_the_hook(), REFUSED) == {}
 
 
 def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
     """Every default spelled out."""
     fields = [field for field in dataclasses.fields(EngineArgs) if field.default is not dataclasses.MISSING]
     own = {field.name: field.default for field in fields if field.name not in ("model", "config_format")}
-    assert asked_in_config(at_the_hook(**own), IGNORED) == {}
+    assert asked_in_config(at_the_hook(**own), REFUSED) == {}
 
 
 def test_every_argument_is_noticed(at_the_hook: Any) -> None:
@@ -138,7 +138,7 @@ def test_arguments_that_exclude_others_are_noticed(at_the_hook: Any, arguments: 
 
 @pytest.mark.parametrize(("arguments", "named"), FOLDED.values(), ids=FOLDED)
 def test_arguments_that_become_others_are_noticed(at_the_hook: Any, arguments: dict[str, Any], named: str) -> None:
-    assert named in asked_in_config(at_the_hook(**arguments), IGNORED)
+    assert named in asked_in_config(at_the_hook(**arguments), REFUSED)
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="other platforms have other refusals of vLLM's own")
@@ -148,39 +148,23 @@ def test_vllm_itself_refuses_the_rest(null_world: Path, name: str) -> None:
         configure_engine(null_world, **{name: BY_VLLM[name]})
 
 
-# ---- refusals and warnings ----------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("worker", PIPELINES)
-def test_refused_arguments_are_named_and_meaningless_ones_warned_of(
-    at_the_hook: Any, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line for all of the first kind; one warning for each of the second."""
+def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worker) -> None:
     config = at_the_hook(**TOGETHER)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    asked = asked_in_config(config, IGNORED)
-    by_kind: dict[str, list[str]] = {"refused": [], "meaningless": [], "honoured": []}
-    for name, value in asked.items():
-        verdict = ARGUMENTS[name].verdicts[worker]
-        by_kind["honoured" if value in verdict.unless else verdict.kind].append(name)
+    asked = asked_in_config(config, REFUSED)
+    verdicts = {name: ARGUMENTS[name].verdicts[worker] for name in asked}
+    refusals = [name for name, v in verdicts.items() if v.kind == "refused" and asked[name] not in v.unless]
     with pytest.raises(ValueError, match=f"the {worker} cannot honour") as refused:
         check_config(worker, config)
     assert "\n" not in str(refused.value)
-    for name in by_kind["refused"]:
+    for name in refusals:
         flag = ARGUMENTS[name].flag
         assert f"{flag}:" in str(refused.value) or f"{flag} " in str(refused.value), name
-    assert refusal_of(worker, {name: asked[name] for name in by_kind["meaningless"]}) is None
-    assert len(by_kind["refused"]) > 20 and len(by_kind["meaningless"]) > 60
-
-
-def test_a_meaningless_argument_costs_a_warning(
-    null_world: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        configure_engine(null_world, max_logprobs=3)
-    warnings = [record.getMessage() for record in caplog.records if "means nothing" in record.getMessage()]
-    assert set(warnings) == {"--max-logprobs 3 means nothing to the diffusion worker: no token is sampled"}
+    assert refusal_of(worker, {name: asked[name] for name in asked if name not in refusals}) is None
+    assert len(refusals) > 20
 
 
 @pytest.mark.parametrize(

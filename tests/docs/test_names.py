@@ -10,7 +10,7 @@ import names
 import pytest
 import snippets as docs
 
-from vllm_omni.engine_arguments.table import ARGUMENTS
+from vllm_omni.engine_arguments.table import KNOWN_FIELDS
 from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.entrypoints.cli.serve import serve_parser
 
@@ -128,7 +128,7 @@ def flags() -> frozenset[str]:
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {"--extra-index-url", "--head", "--port", "--address", "--block", "--num-gpus", "--shm-size"}
     found |= {"--rm", "--gpus"}
-    found |= {"--" + name.strip("_").replace("_", "-") for name in ARGUMENTS}  # of every vLLM that is supported
+    found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}  # of every vLLM that is supported
     while parsers:
         for action in parsers.pop()._actions:
             found.update(action.option_strings)

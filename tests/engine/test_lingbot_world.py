@@ -216,7 +216,5 @@ def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
         async with running_engine(lingbot_world, {"model": {"convention": "resume"}}, dtype="float32"):
             pass
 
-    with pytest.raises(
-        ValueError, match=r"convention.*allowed values: 'original', 'pr3701', 'realtime', 'sglang', 'sglang_lazy'"
-    ):
+    with pytest.raises(ValueError, match=r"convention.*allowed values: 'original', 'pr3701', 'realtime', 'sglang'"):
         asyncio.run(scenario())

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod, OnlineLinearBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -19,6 +20,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
 from vllm_omni.entrypoints.output_threads import OUTPUT_THREAD
 from vllm_omni.model_executor.layers.int8_weights import _DONE, Int8WeightMethod
@@ -101,3 +103,16 @@ def test_vllms_thread_that_receives_results_has_its_name() -> None:
     user = "vllm_omni.entrypoints.output_threads waits for it by that name"
     constants = inspect.unwrap(SyncMPClient.__init__).__code__.co_consts
     assert OUTPUT_THREAD in constants, f"SyncMPClient names its thread otherwise; {user}"
+
+
+def test_vllms_own_hidden_states_still_come_as_a_file_of_fixed_layers_at_a_requests_end() -> None:
+    """Where this changes, docs/architecture/ar_path.md ("Why not `extract_hidden_states`") is to be decided anew."""
+    connector = object.__new__(ExampleHiddenStatesConnector)
+    connector._request_filenames, connector._pending_saves = {"a": "/tmp/a.safetensors"}, {}
+    request = SimpleNamespace(request_id="a", kv_transfer_params=None, prompt_token_ids=[1, 2], all_token_ids=[1, 2, 3])
+    delays_free, parameters = connector.request_finished(request, [0])  # type: ignore[arg-type]
+    assert delays_free and parameters == {"hidden_states_path": "/tmp/a.safetensors"}
+    assert connector._pending_saves["a"].token_ids.tolist() == [1, 2], "of the prompt, unless asked otherwise"
+    source = inspect.getsource(ExtractHiddenStatesProposer)
+    assert '"eagle_aux_hidden_state_layer_ids"' in source, "layers are the engine's, not a request's"
+    assert "self.num_speculative_tokens == 1" in source

@@ -19,11 +19,9 @@ from safetensors.torch import load, save_file
 from vllm_omni.outputs import RequestFailed
 
 SMALL = {"window_frames": 7, "sink_frames": 2}
-ENCODING = {"convention": "sglang_lazy"}
-"""The condition's encoder has not settled after two chunks."""
 CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor]], int]] = {
     # family, omni, chunk, chunks
-    "world": ("lingbot_world", {"model": {**SMALL, **ENCODING}}, world_chunk, 2),
+    "world": ("lingbot_world", {"model": SMALL}, world_chunk, 2),
     "world that restarts its decoder": ("lingbot_world", {"model": {**SMALL, "convention": "pr3701"}}, world_chunk, 3),
     "stream, video in": ("causal_wan", {"model": SMALL}, video_chunk, 2),
     "stream, tiny decoder": ("causal_wan", {"model": {**SMALL, "decoder": "tiny"}}, text_chunk, 2),

@@ -72,12 +72,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "world with poses, its start given": ("lingbot_poses", SMALL, placed_chunk, 2),
     "world as SGLang's": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 3),
     "world as SGLang's, before it repeats": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 1),
-    "world as SGLang's, lazy": (
-        "lingbot_world",
-        {**SMALL, "convention": "sglang_lazy"},
-        world_chunk,
-        2,
-    ),
     "world as PR 3701's": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 3),
     "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 1),
     "world before distillation, a window for each branch": ("lingbot_pretrain", {}, world_chunk, 2),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a start with the table: a refused argument ends it with one line, a meaningless one costs a warning.
+"""Compares a start with the table: a refused argument ends it with one line.
 
 A user's arguments are read in two places. `vllm serve --omni` has the parsed command line, where a value that differs
 from vLLM's default was given (`asked_on_command_line`). Plain `vllm serve` and `LLM(...)` leave only a `VllmConfig`
@@ -39,79 +39,45 @@ _SECTIONS = (
 
 _PLACES = {
     "kv_cache_dtype": "cache_config.cache_dtype",
-    "max_model_len": "model_config.original_max_model_len",
     "scheduling_policy": "scheduler_config.policy",
     "attention_backend": "attention_config.backend",
     "cudagraph_capture_sizes": "compilation_config.cudagraph_capture_sizes",
     "max_cudagraph_capture_size": "compilation_config.max_cudagraph_capture_size",
     "lora_target_modules": "lora_config.target_modules",
-    "mamba_backend": "mamba_config.backend",
-    "mamba_ssu_algorithm": "mamba_config.ssu_algorithm",
-    "enable_mamba_cache_stochastic_rounding": "mamba_config.enable_stochastic_rounding",
-    "mamba_cache_philox_rounds": "mamba_config.stochastic_rounding_philox_rounds",
-    "gdn_prefill_backend": "additional_config.gdn_prefill_backend",
-    "kda_prefill_backend": "additional_config.kda_prefill_backend",
-    "kda_decode_backend": "additional_config.kda_decode_backend",
 }
 """Fields that have another name in the config."""
 
 _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
-    "tokenizer": lambda config: config.model_config.model,
-    "tokenizer_revision": lambda config: config.model_config.revision,
     "enable_prefix_caching": lambda config: config.model_config.is_prefix_caching_supported,
-    "enable_chunked_prefill": lambda config: config.model_config.is_chunked_prefill_supported,
-    "cp_kv_cache_interleave_size": lambda config: 1,
-    "block_size": lambda config: config.cache_config.DEFAULT_BLOCK_SIZE,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
-    "reasoning_parser_plugin": lambda config: "",
-    "mamba_cache_mode": lambda config: "none",  # 0.33 has None as the argument's default
-    "disable_cascade_attn": lambda config: True,
-    "disable_custom_all_reduce": lambda config: config.parallel_config.disable_custom_all_reduce,
-    # Off where the processor cannot do it, with any value given.
-    "mm_device_do_normalize": lambda config: _look_up(config, "mm_device_do_normalize")[1],
-    "pooler_config": lambda config: _own_pooler(config.model_config.pooler_config),
 }
 """Values in the config of a user who gave no argument, where they are not the field's default."""
 
 _PARTS = {
     "attention_config": {"attention_backend"},
-    "kernel_config": {
-        *("linear_backend", "moe_backend", "ir_op_priority", "sparse_indexer_topk_backend"),
-        *("enable_flashinfer_autotune", "monokernel"),
-    },
+    "kernel_config": {"linear_backend", "ir_op_priority"},
     "compilation_config": {"cudagraph_capture_sizes", "max_cudagraph_capture_size"},
-    "mamba_config": {
-        *("mamba_backend", "mamba_ssu_algorithm", "enable_mamba_cache_stochastic_rounding"),
-        "mamba_cache_philox_rounds",
-    },
     "aux_output_config": {"enable_return_routed_experts"},
-    "reasoning_config": {"reasoning_parser"},
-    "structured_outputs_config": {"reasoning_parser", "reasoning_parser_plugin"},
 }
 """Arguments that vLLM folds into another: that one then differs, too, and would be named beside them."""
 
 
 def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
-    """Raise ValueError, one line, for arguments that `worker` refuses; warn of arguments meaningless to it."""
-    from vllm.logger import init_logger
-
-    asked = asked_in_config(vllm_config, _not_honoured(worker))
-    if refusal := refusal_of(worker, asked):
+    """Raise ValueError, one line, for arguments that `worker` refuses."""
+    names = [name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind == "refused"]
+    if refusal := refusal_of(worker, asked_in_config(vllm_config, names)):
         raise ValueError(refusal)
-    for argument, value in _judged(worker, asked, "meaningless"):
-        reason = argument.verdicts[worker].why
-        init_logger("vllm." + __name__).warning(
-            "%s means nothing to the %s: %s", _shown(argument, value), worker, reason
-        )
 
 
 def refusal_of(worker: Worker, asked: Mapping[str, Any]) -> str | None:
     """One line that names the refused arguments, each with an alternative; None if there are none."""
-    refused = [
-        f"the {worker} cannot honour {_shown(argument, value)}: {argument.verdicts[worker].why}"
-        for argument, value in _judged(worker, asked, "refused")
-    ]
-    return "; ".join(refused) or None
+    refused = []
+    for name in ARGUMENTS.keys() & asked.keys():
+        argument, value = ARGUMENTS[name], asked[name]
+        verdict = argument.verdicts[worker]
+        if verdict.kind == "refused" and value not in verdict.unless:
+            refused.append(f"the {worker} cannot honour {_shown(argument, value)}: {verdict.why}")
+    return "; ".join(sorted(refused)) or None
 
 
 def asked_on_command_line(parsed: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,28 +106,6 @@ def asked_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str
         if found and value != own:
             asked[name] = value
     return {name: value for name, value in asked.items() if not _PARTS.get(name, set()) & asked.keys()}
-
-
-def _own_pooler(resolved: Any) -> Any:
-    """vLLM's own pooler settings: the defaults, with the two types that it takes from the model."""
-    if resolved is None:
-        return None
-    types = {"seq_pooling_type": resolved.seq_pooling_type, "tok_pooling_type": resolved.tok_pooling_type}
-    return type(resolved)(**types)
-
-
-def _not_honoured(worker: Worker) -> list[str]:
-    return [name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind != "honoured"]
-
-
-def _judged(worker: Worker, asked: Mapping[str, Any], kind: str) -> list[tuple[Argument, Any]]:
-    return [
-        (ARGUMENTS[name], value)
-        for name, value in asked.items()
-        if name in ARGUMENTS
-        and ARGUMENTS[name].verdicts[worker].kind == kind
-        and value not in ARGUMENTS[name].verdicts[worker].unless
-    ]
 
 
 def _defaults() -> dict[str, Any]:

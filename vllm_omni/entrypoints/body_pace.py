@@ -6,6 +6,8 @@ waiting for the client counts. Later than that the answer is 408 `timeout`, the 
 a client that has left. A rest that a route leaves unread is read, at the same pace and no faster than neighbours bear,
 before its answer ends: a connection that is closed with bytes unread is reset, and a client that sends all before it
 reads never sees the answer. Knows no route.
+Why not an option: uvicorn and Starlette have no timeout for bodies. nginx has one
+(client_body_timeout), between two reads, so a byte a minute passes.
 Held by tests/entrypoints/test_body_pace.py.
 """
 

@@ -4,6 +4,8 @@
 A connection's budgets end a flood within milliseconds, but each new connection has them anew, and a handshake and a
 burst cost some 8 ms: eight sockets that came again at once took a quarter of a core. Behind a reverse proxy the address
 is the one that the proxy forwards and uvicorn trusts (`FORWARDED_ALLOW_IPS`). Knows no route.
+Why not a reverse proxy's limit_conn or limit_req: it counts connections, and cannot tell those
+that were closed as a flood.
 Held by tests/entrypoints/test_flood_delay.py and tests/entrypoints/realtime/test_floods_served.py.
 """
 

@@ -3,7 +3,11 @@
 
 `FragmentEncoder` gives an initialisation segment once and a media fragment (`moof` + `mdat`) for every chunk. All of
 them joined are one playable file, and any run of fragments plays after the initialisation segment (Media Source
-Extensions): each starts with a key frame and carries its own time. Knows nothing of sessions or sockets. Held by
+Extensions): each starts with a key frame and carries its own time. Knows nothing of sessions or sockets.
+Why not one FFmpeg muxer for the whole stream: a fragment would have to be flushed after each chunk,
+and PyAV has no call for that. So each chunk is a file by FFmpeg, of which only the boxes are cut
+here.
+Held by
 tests/entrypoints/test_fmp4.py.
 """
 

@@ -4,7 +4,10 @@
 A frame costs the event loop some microseconds however small it is, and neither `--ws-max-size` nor the doors' message
 rate sees fragments, pings and pongs: a megabyte of them held every other connection for seconds. Frames of
 `SMALL_BYTES` and more are not counted, since their bytes are bounded. Over the budget the connection is closed with
-1008 and a reason. `BudgetedProtocol` counts at uvicorn's sockets, the router at its own. Knows no route. Held by
+1008 and a reason. `BudgetedProtocol` counts at uvicorn's sockets, the router at its own. Knows no route.
+Why not an option: neither uvicorn nor `websockets` limits frames, and ASGI sees no fragments, pings
+or pongs. tests/seams/test_uvicorn.py notices a change of uvicorn's class.
+Held by
 tests/entrypoints/test_frame_budget.py, test_router.py and
 tests/entrypoints/realtime/test_floods_served.py.
 """

@@ -4,7 +4,11 @@
 Stock uvicorn copies each message behind its frame header and writes it by itself. For video that is a copy of every
 picture and a system call for every small message beside it. An application that finds a `MessageWriter` by
 `writer_of(scope)` may use it once it has accepted, instead of one `websocket.send` for each. The client sees the same
-messages in the same order. Held by tests/entrypoints/test_gathered_writes.py.
+messages in the same order.
+Why a subclass of a private class: `uvicorn.Config(ws=...)` takes a protocol class and is the public
+way to set one, but uvicorn has no hook for writes, and ASGI sends one message at a time.
+tests/seams/test_uvicorn.py notices a change of what is used.
+Held by tests/entrypoints/test_gathered_writes.py.
 """
 
 import functools

@@ -2,7 +2,10 @@
 """`HandshakeGuard`: closes a socket whose first request does not arrive in time.
 
 uvicorn waits for a connection's first request for ever, so strangers could hold all descriptors with silent sockets or
-half-sent headers. Knows no route. Held by tests/entrypoints/test_handshake_guard.py.
+half-sent headers. Knows no route.
+Why not an option of uvicorn: `timeout_keep_alive` starts after a response, and nothing bounds the
+first request. A reverse proxy does, but a server must also stand without one.
+Held by tests/entrypoints/test_handshake_guard.py.
 """
 
 import asyncio

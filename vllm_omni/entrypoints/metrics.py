@@ -7,7 +7,10 @@ and calls it; requests without a session go through `door_metrics()`. Labels hav
 Metrics of every chunk are `tallies.py`'s: plain numbers until they are scraped.
 
 Log lines are one word for the event and `key=value` pairs: two for a session, two for a video job, one for an image
-call. No prompt, key or address is ever in them. Held by tests/entrypoints/test_metrics.py.
+call. No prompt, key or address is ever in them.
+Why not vLLM's stat loggers (`vllm.stat_logger_plugins`): they receive the engine's statistics of
+tokens and iterations, and know neither sessions nor what clients were sent.
+Held by tests/entrypoints/test_metrics.py.
 """
 
 import functools

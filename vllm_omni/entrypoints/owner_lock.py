@@ -2,6 +2,8 @@
 """Files that belong to one server process, in directories that several share: which live, and files of dead ones.
 
 A process holds a lock on a file of its own while it lives; the system lets go of it however the process ends.
+Why not `filelock`: it guards a path for a while; here file and lock together say whether the
+process that made the file lives.
 Held by tests/entrypoints/test_owner_lock.py.
 """
 

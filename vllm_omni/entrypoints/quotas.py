@@ -18,6 +18,8 @@ if it takes a bucket below zero; the next one then waits longer. Each API server
 
 Knows no route and no door: `of` gives each client's `Allowance`, whose refusals are `DoorError` `quota_exceeded`. Held
 by tests/entrypoints/test_quotas.py and realtime/test_quotas_at_doors.py.
+
+Why not vLLM's `--api-key`: it has a list of keys and no limits.
 """
 
 import functools

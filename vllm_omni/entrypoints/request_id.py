@@ -5,6 +5,8 @@ A client's own id is kept if it is printable ASCII of up to 128 characters witho
 otherwise one is made. The id is put into the request's headers, so that stock vLLM, which looks there, uses the same
 one: for its `--enable-request-id-headers` and for the ids of its own requests. The client's trace, if it names one, is
 noted at the same place. This wraps the whole application, error pages included, where uvicorn finds it.
+Why not vLLM's `--enable-request-id-headers` alone: it adds the header to HTTP responses, but not to
+WebSocket handshakes or log lines.
 Held by tests/entrypoints/realtime/test_operators_served.py.
 """
 

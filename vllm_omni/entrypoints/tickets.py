@@ -3,7 +3,10 @@
 
 A ticket stands for one of the server's API keys and one `Origin`, lives for seconds and is used once. It is signed, not
 stored, so every API server process with the same secret takes every ticket; that a ticket was used is known to the
-process that took it. Knows no sockets and no routes. Held by tests/entrypoints/test_tickets.py.
+process that took it. Knows no sockets and no routes.
+Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is one HMAC of
+the standard library.
+Held by tests/entrypoints/test_tickets.py.
 """
 
 import base64

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TokenBucket`: how much may happen on average, and how much at once.
 
+Why not `limits` or slowapi: they count whole requests over a window. Costs here are bytes and
+chunks that are known only afterwards, so a bucket may go below zero.
 Held by tests/entrypoints/test_token_bucket.py.
 """
 

@@ -8,7 +8,10 @@ fitted to one checkpoint: changes are counted in their mean over the schedule. A
 residual.
 
 A request's steps are chosen before its first, from its timesteps alone: ranks agree on them, and nothing waits for the
-device in between. Held by tests/model_executor/test_step_cache.py.
+device in between.
+Why not diffusers' caches (`diffusers.hooks`): they replace forwards of diffusers' transformer
+classes, and First Block Cache compares tensors on the host at each step.
+Held by tests/model_executor/test_step_cache.py.
 """
 
 # S steps, D channels of a time embedding

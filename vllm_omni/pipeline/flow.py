@@ -4,7 +4,10 @@
 A step is a coroutine function that takes `emit`. All steps run at once; `emit` waits while the reader is `max_pending`
 events behind, and so does every step behind it. The first step that raises cancels the others and its exception
 reaches the reader, after the events emitted before it. A reader that stops early cancels every step and waits until
-they have cleaned up. Held by tests/pipeline/test_flow.py.
+they have cleaned up.
+Why not `asyncio.TaskGroup` alone: it runs and cancels the steps, but has no bounded stream to a
+reader who may stop early.
+Held by tests/pipeline/test_flow.py.
 """
 
 import asyncio

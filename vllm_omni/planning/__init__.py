@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan`: speed and memory of a streaming model on several GPUs, predicted from shapes."""
+"""`vllm-omni plan`: memory of a streaming model per GPU and split, and measured results."""

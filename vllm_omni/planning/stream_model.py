@@ -1,108 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A streaming model and a split over GPUs as `plan` sees them: sizes and counts; the formulas are in `cost.py`.
+"""A streaming model and a split over GPUs as `plan` sees them; `memory.py` computes with them.
 
-A family that can be planned describes its networks in `models/<name>/plan.py` (`FamilyPlan`). Imports nothing.
+A family that can be planned describes its networks in `models/<name>/plan.py` (`FamilyPlan`).
 Held by tests/planning/.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-_TEXT_ROWS = 512
+BF16 = 2
+"""Bytes of one bf16 value."""
 _LATENT_CELL = 8
 _VAE_PIXELS = 480 * 832
+_TEXT_LENGTH = 512
 _TEXT_WEIGHTS = 11.4e9
 """umt5-xxl, bf16."""
-BF16 = 2
-"""Bytes of a number."""
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """Costs of the autoencoder, at 480x832 unless the model's token grid is fixed; defaults: Wan's VAE, bf16.
+    """Memory of the autoencoder at 480x832, or at the model's fixed token grid. Defaults: Wan's VAE, bf16."""
 
-    decode_tflop, decode_first_tflop: of one latent frame, a later one (4 pixel frames) and a stream's first (1).
-    encode_tflop: of one latent frame's pixel frames. decoder_cache, encoder_cache: bytes a stream keeps. weights: in
-    bytes. workspace: its largest transient, as a share of `Card.workspace_bytes`. launch: the host's time for a chunk's
-    decode, as a share of `Card.decode_launch_s`.
-    """
-
-    decode_tflop: float = 13.55
-    decode_first_tflop: float = 4.35
-    encode_tflop: float = 8.05
     decoder_cache: float = 1801 * 2**20
+    """Bytes that the decoder caches per session."""
     encoder_cache: float = 1070 * 2**20
+    """Bytes that the encoder caches per session, of models with an image condition or video input."""
     weights: float = 0.25e9
-    workspace: float = 1.0
-    launch: float = 1.0
+    """Bytes of its weights."""
+    workspace: float = 4.0e9
+    """Bytes of its largest transient: the decode of one chunk. Measured on one H200: peak less held memory."""
 
 
 @dataclass(frozen=True)
 class StreamModel:
-    """One model as it is served.
-
-    parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
-    after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks
-    of one session at work at once. cuda_graphs: passes are launched as graphs. camera: has camera layers. image: has
-    an image condition with an encoder stream. video_input: each chunk brings its video, encoded first. moving_sinks:
-    sinks are kept twice. text_on_cpu: the encoder of its context is on the host. kv_itemsize: bytes of a stored key or
-    value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
-    keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights,
-    which are on every rank with layers (context_everywhere) or on the first one alone.
-    weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included; of camera layers 1,
-    if it is less than in bf16.
-    adapters, adapter_rank: slots of LoRA adapters and their rank. sides: inputs and outputs of all matrices, added up.
-    frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
-    change it. linears: parameters of the linear layers that a token passes. kv_dim: width of keys and of values. 0 of
-    these three = by Wan's formulas. sequence_parallel: ranks may share tokens (Ulysses), and a decode.
-    growing_graphs: the first of a session's passes is launched kernel by kernel. image_passes: of a session's first
-    chunk, over the latent frame that its start image becomes.
-    """
+    """One model as it is served. Fields that are 0 by default and say so are computed by Wan's formulas."""
 
     name: str
+    """Name or directory that the user gave."""
     dim: int
+    """Width of the transformer."""
     ffn_dim: int
+    """Width of the feed-forward layers."""
     heads: int
+    """Attention heads; Ulysses and tensor parallelism split them."""
     layers: int
+    """Transformer blocks; pipeline stages split them."""
     parameters: int
+    """Parameters of the transformer."""
     window: int
+    """Latent frames in the K/V window."""
     sinks: int
+    """Sink frames at the start of the window."""
     height: int
+    """Height of the video in pixels."""
     width: int
+    """Width of the video in pixels."""
     chunk: int = 3
-    first_chunk: int = 3
+    """Latent frames per chunk."""
     denoise: int = 4
-    clean: int = 1
+    """Denoise steps per chunk."""
+    noise_matched: bool = False
+    """Whether each denoise step has a K/V window (`omni.model.cache` "noise_matched")."""
     in_flight: int = 1
-    cuda_graphs: bool = False
+    """Chunks of one session in flight; more than one requires `noise_matched`."""
     camera: bool = False
+    """Whether each block has four camera layers."""
     image: bool = False
+    """Whether sessions start from an image, which takes an encoder cache."""
     video_input: bool = False
+    """Whether each chunk brings a video, which takes an encoder cache."""
     moving_sinks: bool = False
+    """Whether sink frames are stored twice."""
     text_on_cpu: bool = False
+    """Whether the text encoder is in the host's memory."""
     kv_itemsize: int = BF16
+    """Bytes of one stored key or value element."""
     weight_itemsize: float = BF16
-    side_flop: float = 0.0
+    """Bytes of one weight of a block's linear layers and its scale. Camera layers are int8 below bf16."""
     side_kv: int = 0
-    context_rows: int = _TEXT_ROWS
+    """K/V elements per token in addition to those of the transformer blocks, for example of action modules."""
+    context_length: int = _TEXT_LENGTH
+    """Tokens that cross-attention reads."""
     context_weights: float = _TEXT_WEIGHTS
+    """Bytes of the weights of the text or image encoder."""
     context_everywhere: bool = False
+    """Whether every rank with layers holds that encoder. Default: the first rank only."""
     adapters: int = 0
+    """Slots of LoRA adapters."""
     adapter_rank: int = 0
+    """Largest rank of a LoRA adapter."""
     sides: int = 0
+    """Sum of the input and output widths of all matrices, for the size of adapters."""
     frames_per_latent: int = 4
+    """Video frames per latent frame."""
     grid_tokens: int = 0
+    """Tokens per latent frame where the size of the video does not change them; 0 by default."""
     linears: int = 0
+    """Parameters of the blocks' linear layers; 0 by default."""
     kv_dim: int = 0
+    """Width of keys and of values; 0 by default."""
     autoencoder: Autoencoder = Autoencoder()
+    """Memory of the autoencoder."""
     sequence_parallel: bool = True
-    growing_graphs: bool = False
-    image_passes: int = 0
-
-    @property
-    def passes(self) -> int:
-        return self.denoise + self.clean
+    """Whether ranks can share the tokens of a chunk (Ulysses) and a decode."""
 
     @property
     def tokens_per_frame(self) -> int:
@@ -114,17 +115,17 @@ class StreamModel:
 
     @property
     def block_parameters(self) -> int:
-        """Of the linear layers of all blocks: those that quantization takes."""
+        """Parameters that quantization takes: the linear layers of all blocks."""
         return self.linears or self.layers * (8 * self.dim**2 + 2 * self.dim * self.ffn_dim)
 
     @property
     def camera_parameters(self) -> int:
-        """Of four square layers a block; quantization keeps them in int8."""
+        """Parameters of the camera layers: four square layers per block."""
         return 4 * self.layers * self.dim**2 if self.camera else 0
 
     @property
     def area(self) -> float:
-        """Of the frames that the autoencoder works on, relative to 480x832."""
+        """Area of the frames that the autoencoder works on, relative to 480x832."""
         return 1.0 if self.grid_tokens else self.height * self.width / _VAE_PIXELS
 
 
@@ -134,36 +135,34 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """A family's networks, for `vllm-omni plan`.
-
-    sizes: names of networks of different sizes, rows of `plan all`. releases: further names, those of `vllm-omni
-    download`. named: (one of these names, changes) -> the network. of_checkpoint: (checkpoint directory, the family's
-    part of its `hf_config`, changes) -> the network. Both raise ValueError for changes that the family cannot serve.
-    """
+    """Networks of a model family, for `vllm-omni plan`. Both functions raise ValueError for unsupported changes."""
 
     sizes: tuple[str, ...]
+    """Names of networks of different sizes; rows of `plan all`."""
     named: Callable[[str, Changes], StreamModel]
+    """(a name of `sizes` or `releases`, changes) -> the network."""
     of_checkpoint: Callable[[str, Mapping[str, Any], Changes], StreamModel]
+    """(checkpoint directory, the family's part of its `hf_config`, changes) -> the network."""
     releases: tuple[str, ...] = ()
+    """Further names, which `vllm-omni download` takes."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """ulysses x pipeline ranks; `tensor` means tensor parallelism in the place of Ulysses.
-
-    vae_stage: the last stage holds no layer and decodes (`omni.vae_stage`). temporal: each stage holds all layers and
-    one denoise step (`omni.pipeline` "temporal"). vae_parallel: the `ranks` of a stage also decode together
-    (`omni.vae_parallel`), else the first of them alone. replicas: engines like this, with a part of the sessions each
-    (data parallel).
-    """
+    """How one engine splits a model over GPUs."""
 
     ranks: int = 1
+    """Ranks that share layers: Ulysses, or tensor parallelism."""
     stages: int = 1
+    """Pipeline stages."""
     tensor: bool = False
+    """Whether `ranks` are tensor parallel ranks."""
     vae_stage: bool = False
+    """Whether the last stage has no layers and decodes (`omni.vae_stage`)."""
     temporal: bool = False
+    """Whether each stage has all layers and one denoise step (`omni.pipeline` "temporal")."""
     vae_parallel: bool = False
-    replicas: int = 1
+    """Whether the ranks of a stage share a decode (`omni.vae_parallel`)."""
 
     @property
     def decode_ranks(self) -> int:
@@ -175,16 +174,14 @@ class Split:
 
     @property
     def layer_parts(self) -> int:
-        """Into how many parts stages cut the layers."""
+        """Number of parts into which stages split the layers."""
         return 1 if self.temporal else self.layer_stages
 
     @property
     def gpus(self) -> int:
-        return self.ranks * self.stages * self.replicas
+        return self.ranks * self.stages
 
     def __str__(self) -> str:
-        if self.replicas > 1:
-            return f"{self.replicas} x ({replace(self, replicas=1)})"
         parts = [f"{'TP' if self.tensor else 'Ulysses'} {self.ranks}"] if self.ranks > 1 else []
         kind = "temporal" if self.temporal else "PP"
         parts += [f"{kind} {self.layer_stages}"] if self.layer_stages > 1 else []

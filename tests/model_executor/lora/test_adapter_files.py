@@ -2,11 +2,15 @@
 """What an adapter's files may hold, and the one line that refuses anything else, with counts and examples."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.loaders.lora_conversion_utils import (
+    _convert_musubi_wan_lora_to_diffusers,
+    _convert_non_diffusers_wan_lora_to_diffusers,
+)
 from helpers import lora_files as files
 from safetensors.torch import load_file, save_file
 
@@ -236,3 +240,41 @@ def test_a_digest_tells_weights_and_strengths_apart_and_is_every_rank_s(target: 
     found |= {load(target, files.write_peft(made, tmp_path / f"{alpha}", lora_alpha=alpha)).digest for alpha in (2, 4)}
     found.add(load_adapter(str(path), {"transformer": target}, 8, torch.bfloat16, nothing).digest)
     assert len(found) == 5
+
+
+class TestDiffusersConverters:
+    """Why this package reads the community's names itself: diffusers' converters agree on complete adapters only."""
+
+    def names(self, style: Callable[[str], str], layers: Sequence[str]) -> Tensors:
+        ends = {"lora_down.weight": torch.ones(4, 8), "lora_up.weight": torch.ones(8, 4), "alpha": torch.tensor(4.0)}
+        return {f"{style(layer)}.{end}": tensor for layer in layers for end, tensor in ends.items()}
+
+    def everywhere(self) -> list[str]:
+        attention = [f"blocks.0.{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
+        return [*attention, "blocks.0.ffn.0", "blocks.0.ffn.2"]
+
+    def test_a_complete_adapter_is_converted_to_the_modules_that_are_read_here(self, target: AdapterTarget) -> None:
+        musubi = self.names(lambda layer: "lora_unet_" + layer.replace(".", "_"), self.everywhere())
+        converted = _convert_musubi_wan_lora_to_diffusers(musubi)
+        theirs = {name.removeprefix("transformer.").rsplit(".lora_", 1)[0] for name in converted}
+        assert {target.module_named(name) for name in theirs} == {
+            target.module_named(layer) for layer in self.everywhere()
+        }
+
+    def test_an_adapter_of_some_layers_is_not_converted(self, target: AdapterTarget) -> None:
+        """Trained on self-attention alone, as many are."""
+        musubi = self.names(lambda layer: "lora_unet_" + layer.replace(".", "_"), ["blocks.0.self_attn.q"])
+        with pytest.raises(KeyError):
+            _convert_musubi_wan_lora_to_diffusers(musubi)
+
+    def test_layers_that_wan_lacks_are_not_converted(self) -> None:
+        """LingBot World's camera layers."""
+        layers = [*self.everywhere(), "blocks.0.cam_injector_layer1"]
+        with pytest.raises(ValueError, match="should be empty"):
+            _convert_non_diffusers_wan_lora_to_diffusers(self.names(lambda layer: f"diffusion_model.{layer}", layers))
+
+    def test_differences_of_norms_are_dropped(self) -> None:
+        plain = self.names(lambda layer: f"diffusion_model.{layer}", self.everywhere())
+        norm = {"diffusion_model.blocks.0.norm3.diff": torch.ones(8)}
+        converted = _convert_non_diffusers_wan_lora_to_diffusers({**plain, **norm})
+        assert converted and not any("norm" in name for name in converted)

@@ -15,7 +15,10 @@ one micro-step. Its only additions to the stock policy:
 - with `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets each chunk's degradation
   level; its step costs are measured while serving (`cost_model.py`).
 
-`streams.py` keeps the state of streams. It knows requests and sessions by name only. Held by
+`streams.py` keeps the state of streams. It knows requests and sessions by name only.
+Why not vLLM's scheduler alone: it budgets tokens and K/V blocks, and a chunk has neither; it would
+end a request at its first result.
+Held by
 tests/core/test_stream_batch_scheduler.py, tests/core/test_deadline_scheduler.py,
 tests/core/test_chunks_in_flight_scheduler.py.
 """

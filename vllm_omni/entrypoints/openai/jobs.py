@@ -4,7 +4,10 @@
 A job is accepted at once, waits for one of `max_running_videos` places, then for room in the engine, and always ends:
 completed with its files in the store, or failed with a reason. It belongs to no connection. Ending it cancels its
 engine request, which stops before the next denoise step. Progress comes from the workers, is monotonic and reaches 100
-only with the file. Knows no HTTP. Held by tests/entrypoints/openai/test_openai_served.py.
+only with the file. Knows no HTTP.
+Why not a task queue (Celery, arq): a job is one request to this process's engine and ends with it,
+so a broker would add a process and no durability.
+Held by tests/entrypoints/openai/test_openai_served.py.
 """
 
 import asyncio

@@ -11,6 +11,9 @@ Two array dialects are read and written (keys may arrive as bytes or str):
 A message's structure is checked before anything is allocated for it: nesting, entries, string sizes, no extension
 types, map keys only str or bytes. Arrays: numbers and booleans only, data exactly as long as the shape says. Nothing is
 ever unpickled. `decode` raises `CodecError` and nothing else (tests/entrypoints/realtime/test_codec.py fuzzes it).
+
+Why not msgpack_numpy or openpi's copy of it: the former unpickles object arrays, and each reads
+one dialect and bounds nothing.
 """
 
 import math

@@ -14,6 +14,8 @@ All graphs share one memory pool and the place of their results, since only one 
 
 A forward is one graph, or several with calls between them that no graph may hold (`between_graphs`): collectives, which
 stop the devices when NCCL's kernels are replayed. A rank that replays and one that does not yet still meet in each.
+Why not vLLM's `CUDAGraphWrapper`: it keys graphs by the number of tokens, and a forward here also
+depends on slots and lengths of K/V rings.
 Held by tests/model_executor/layers/test_forward_graphs.py.
 """
 

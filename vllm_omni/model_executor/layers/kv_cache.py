@@ -16,6 +16,8 @@ frame indices, so the only state is the number of committed frames:
 This shows each chunk exactly the keys that the original's roll-to-the-left buffer shows it; `chronological` rebuilds
 that buffer for comparison. `sink_frames == window_frames` means global attention: nothing is evicted and a session that
 outgrows its buffer is told so. The number type of the buffer is the matter of `kv_format.py`.
+Why not vLLM's block pool: its blocks belong to one request, are appended to and freed with it.
+These slots outlive requests and are overwritten at every denoise step.
 Held by tests/model_executor/layers/test_kv_cache.py.
 """
 

@@ -8,6 +8,8 @@
     ... .diff, .diff_b, .diff_m                                   whole differences: a weight's, a bias's, modulation's
 
 Names are read and compared with a model before any data is (`adapter.py`). A file is untrusted: `tensor_files.py`.
+Why not diffusers' converters (for musubi and ComfyUI): they need every block and all data, drop
+differences of norms, and fail at layers that Wan lacks, such as LingBot World's camera layers.
 Held by tests/model_executor/lora/test_adapter_files.py.
 """
 

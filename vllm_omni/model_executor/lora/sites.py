@@ -7,7 +7,10 @@ modulation are few: they are overwritten in place (`Vectors`), and given back bi
 computes exactly the same as without sites.
 
 All memory is taken once: every layer has room for `slots` adapters of rank `max_rank`, so an adapter comes and goes
-without new addresses. Held by tests/model_executor/lora/test_adapter_sites.py.
+without new addresses.
+Why not vLLM's LoRA layers: they apply one adapter per request to a language model's layers, and no
+strengths, several adapters at once, gains or modulation.
+Held by tests/model_executor/lora/test_adapter_sites.py.
 """
 
 # T tokens, I inputs and O outputs of a layer on this rank, R max_rank, r an adapter's rank, S slots

@@ -6,6 +6,9 @@ CUDA. vLLM prepares, runs, samples, speculates and balances experts unchanged; t
 `execute_model` and `sample_tokens`, when a step's hidden states exist and its tokens do not yet. They must not change
 any other field of the output (tests/worker/test_ar_gpu_model_runner.py). The available layers are fixed when the model
 is loaded (`_make_rows`).
+
+Why not vLLM's `extract_hidden_states`: it stores all layers of every token of every request and writes a file when a
+request ends; rows are wanted per request, with the tokens (docs/architecture/ar_path.md).
 """
 
 from typing import Any

@@ -60,7 +60,6 @@ VLLM_OMNI = {
     "reference_latent": "sample",
     "pixel_rounding": "truncate",
 }
-UNCACHED = {"i2v_renorm": "unpinned", "reference_latent": "sample", "vision_weights": "bundled"}
 
 
 def test_a_convention_is_its_row_of_the_models_notes() -> None:
@@ -68,7 +67,6 @@ def test_a_convention_is_its_row_of_the_models_notes() -> None:
     original = asdict(Choices())
     assert LanceOptions().choices == CONVENTIONS["original"] == Choices()
     assert asdict(LanceOptions(convention="vllm_omni").choices) == {**original, **VLLM_OMNI}
-    assert asdict(LanceOptions(convention="original_uncached").choices) == {**original, **UNCACHED}
     assert set(CONVENTIONS) == set(get_args(Convention))
 
 
@@ -78,7 +76,7 @@ def test_every_value_of_a_choice_is_served_by_some_convention() -> None:
 
 
 def test_an_unknown_convention_is_refused_with_the_allowed_ones() -> None:
-    with pytest.raises(ValueError, match=r"convention.*allowed values: 'original', 'original_uncached', 'vllm_omni'"):
+    with pytest.raises(ValueError, match=r"convention.*allowed values: 'original', 'vllm_omni'"):
         LanceOptions.parse({"convention": "nonsense"})
 
 
@@ -312,11 +310,6 @@ def original(checkpoint: Path) -> Lance:
 
 
 @pytest.fixture(scope="module")
-def uncached(checkpoint: Path) -> Lance:
-    return load_lance(checkpoint, **SMALL, convention="original_uncached")
-
-
-@pytest.fixture(scope="module")
 def switched(checkpoint: Path) -> Lance:
     return load_lance(checkpoint, **SMALL, convention="vllm_omni")
 
@@ -350,7 +343,6 @@ def drawn(original: Lance) -> dict[Task, torch.Tensor]:
         ("uncond_context", TEXT_TASKS),
         ("edit_apostrophe", EDIT_TASKS),
         ("uncond_positions", DRAWING_TASKS),
-        ("i2v_renorm", ("i2v",)),
         ("i2v_noise_place", ("i2v",)),
         ("reference_latent", ("image_edit", "i2v", "video_edit")),
         ("pixel_rounding", ()),
@@ -364,31 +356,22 @@ def test_an_alternative_changes_its_own_tasks_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Latents of the others are the same bit for bit."""
-    monkeypatch.setitem(CONVENTIONS, "original", replace(Choices(), **{name: {**UNCACHED, **VLLM_OMNI}[name]}))
+    monkeypatch.setitem(CONVENTIONS, "original", replace(Choices(), **{name: VLLM_OMNI[name]}))
     after = latents(original)
     assert {task for task in DRAWING_TASKS if not torch.equal(drawn[task], after[task])} == set(tasks)
 
 
-def test_the_vision_tower_comes_from_where_it_is_said_to(checkpoint: Path, original: Lance, uncached: Lance) -> None:
-    bundled = load_file(checkpoint / "model.safetensors")["vit_model.merger.mlp.2.bias"].float()
+def test_the_vision_tower_comes_from_its_own_file_where_there_is_one(checkpoint: Path, original: Lance) -> None:
     name = "merger.mlp.2.bias"
-    assert torch.equal(dict(uncached.vision.tower.named_parameters())[name], bundled)
-    torch.testing.assert_close(dict(original.vision.tower.named_parameters())[name], bundled + 0.5, atol=1e-2, rtol=0)
-    bare = checkpoint.parent / "Lance_3B"  # whose decoder file has no tower
-    elsewhere = load_lance(bare, **SMALL, convention="original_uncached")
-    torch.testing.assert_close(dict(elsewhere.vision.tower.named_parameters())[name], bundled + 0.5, atol=1e-2, rtol=0)
+    bundled = load_file(checkpoint / "model.safetensors")[f"vit_model.{name}"].float()
+    loaded = dict(original.vision.tower.named_parameters())[name]
+    torch.testing.assert_close(loaded, bundled + 0.5, atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("convention", "changed"),
-    [("original_uncached", {"image_edit", "i2v", "video_edit"}), ("vllm_omni", set(DRAWING_TASKS))],
-)
-def test_every_task_runs_under_every_convention(
-    original: Lance, request: pytest.FixtureRequest, convention: str, changed: set[Task]
-) -> None:
-    """Finite, of the original's shape, other results where it says so, and within the memory that was announced."""
-    other: Lance = request.getfixturevalue("switched" if convention == "vllm_omni" else "uncached")
-    assert other.options.convention == convention
+def test_every_task_runs_under_vllm_omnis_convention(original: Lance, switched: Lance) -> None:
+    """Finite, of the original's shape, other results for every drawing, within the memory that was announced."""
+    other = switched
+    assert other.options.convention == "vllm_omni"
     differ = set()
     for task in TASKS:
         changes = {} if task in READING_TASKS else {"output": "latents"}
@@ -407,7 +390,7 @@ def test_every_task_runs_under_every_convention(
         assert tensors["latents"].shape == usual["latents"].shape
         if (tensors["latents"] - usual["latents"]).abs().max() > 1e-3:
             differ.add(task)
-    assert differ == changed
+    assert differ == set(DRAWING_TASKS)
     pixels = run(other, small("t2i"))[1]["images"]
     assert pixels.dtype == torch.uint8 and pixels.float().std() > 1
 

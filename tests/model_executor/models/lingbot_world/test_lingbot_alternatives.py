@@ -38,7 +38,7 @@ from vllm_omni.model_executor.models.wan.weights import load_vae
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
-EVERY = pytest.mark.parametrize("convention", ["sglang", "sglang_lazy", "pr3701"])
+EVERY = pytest.mark.parametrize("convention", ["sglang", "pr3701"])
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +98,6 @@ def test_second_chunk_repeats_what_the_whole_clip_has_there(
     assert state.cache is None
 
 
-@pytest.mark.parametrize(("frames", "latents"), [(1, 1), (21, 6), (25, 7), (61, 16)])
-def test_last_frame_repeats_the_last_latent_frame_that_was_encoded(
-    vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], frames: int, latents: int
-) -> None:
-    """SGLang's lazy encode: also where it ends in the middle of a chunk, or with the image itself."""
-    image = recorded["image"][None, :, None]
-    y, state = conditions(GreyCondition(vae, "last_frame", encoded_frames=frames), image, [3] * 6)
-    whole, _ = vae.encode(grey_clip(image, frames), None)
-    assert whole.shape[2] == latents
-    assert torch.equal(y[4:, :latents], whole[0])
-    assert torch.equal(y[4:, latents:], whole[0, :, -1:].expand(-1, 18 - latents, -1, -1))
-    state = state.resolved()
-    assert state.settled and state.cache is None
-
-
 def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
@@ -127,13 +112,13 @@ def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
     assert y[:4, 1:].abs().max() == 0
 
 
-@pytest.mark.parametrize("later", ["second_chunk", "last_frame", "fresh_grey"])
+@pytest.mark.parametrize("later", ["second_chunk", "fresh_grey"])
 def test_a_state_of_another_condition_is_a_value_and_holds_what_was_counted(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], later: Any
 ) -> None:
     """A dropped chunk leaves no trace, a new image starts over, and no state holds more than `state_nbytes`."""
     image = recorded["image"][None, :, None]
-    condition = GreyCondition(vae, later, encoded_frames=21)
+    condition = GreyCondition(vae, later)
     _, state = condition.next(image, 3, None)
     for _ in range(4):
         assert state.nbytes <= condition.state_nbytes(16, 24)
@@ -309,8 +294,7 @@ def test_the_first_chunk_from_an_image_is_the_defaults_under_every_choice(
         for world, session in ((plain, open_session(plain)), (other, open_session(other)))
     ]
     assert torch.equal(results[0][0], results[1][0])
-    repeats_later = convention == "sglang_lazy"  # streams for 61 video frames, which are six chunks
-    assert torch.equal(results[0][2], results[1][2]) == repeats_later
+    assert not torch.equal(results[0][2], results[1][2])
 
 
 def test_the_image_of_a_later_chunk_is_prepared_as_the_first(pr3701: LingBotWorld) -> None:

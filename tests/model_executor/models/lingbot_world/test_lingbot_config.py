@@ -141,7 +141,7 @@ def test_options_win_over_the_checkpoint_and_that_over_defaults(
         ({"window_frames": 0}, "window_frames must be -1"),
         ({"residual_dtype": "model"}, "unknown field `residual_dtype`"),
         ({"later_condition": "second_chunk"}, "unknown field `later_condition`"),
-        ({"convention": "fastvideo"}, "allowed values: 'original', 'pr3701', 'realtime', 'sglang', 'sglang_lazy'"),
+        ({"convention": "fastvideo"}, "allowed values: 'original', 'pr3701', 'realtime', 'sglang'"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -187,7 +187,6 @@ def test_a_convention_is_its_column_of_the_models_notes() -> None:
         "realtime": {},
         "original": {"schedule": "original"},
         "sglang": sglang,
-        "sglang_lazy": {**sglang, "later_condition": "last_frame"},
         "pr3701": {
             "schedule": "original",
             "camera_first_frame": "stands_each_chunk",

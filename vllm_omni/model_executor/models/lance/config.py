@@ -219,7 +219,6 @@ class Choices:
     edit_apostrophe: in the system prompts of edits, U+2019 (`typographic`) or `ascii`.
     uncond_positions: positions of the text behind the user's in the unconditional context: those of the conditional
     one (`cond`, as in the published results) or recomputed (`own`).
-    i2v_renorm: guidance norms over all tokens or only those that are not pinned to the first frame.
     i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start where the user's
     text starts (`before_text`).
     understanding_video: a clip that is read goes to a `bucket` at 12 frames a second, or through Qwen2-VL's
@@ -227,8 +226,6 @@ class Choices:
     understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000 (`origin`).
     position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
     reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it (the original's).
-    vision_weights: of the vision tower, from its own file (`separate`) or from the decoder's (`bundled`, the
-    original's); where only one of them has it, from that one.
     pixel_rounding: levels of decoded pixels are the nearest (`round`), or the next lower (`truncate`).
     """
 
@@ -236,21 +233,18 @@ class Choices:
     uncond_context: Literal["template", "empty"] = "template"
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
     uncond_positions: Literal["cond", "own"] = "cond"
-    i2v_renorm: Literal["all", "unpinned"] = "all"
     i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
     understanding_video: Literal["bucket", "smart_resize"] = "bucket"
     understanding_vit_time: Literal["running", "origin"] = "running"
     position_table: Literal["computed", "checkpoint"] = "computed"
     reference_latent: Literal["mean", "sample"] = "mean"
-    vision_weights: Literal["separate", "bundled"] = "separate"
     pixel_rounding: Literal["round", "truncate"] = "round"
 
 
-Convention = Literal["original", "original_uncached", "vllm_omni"]
+Convention = Literal["original", "vllm_omni"]
 
 CONVENTIONS: Final[dict[Convention, Choices]] = {
     "original": Choices(),
-    "original_uncached": Choices(i2v_renorm="unpinned", reference_latent="sample", vision_weights="bundled"),
     "vllm_omni": Choices(
         drawing_prompt="wrapped",
         uncond_context="empty",
@@ -270,8 +264,7 @@ class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     """`ModelOptions`, and Lance's own.
 
     convention: which public implementation's choices are served: those of the `original` (with references' means, and
-    the vision tower of its own file), of the original's path without a cache (`original_uncached`), or `vllm_omni`'s;
-    the model's README lists them.
+    the vision tower of its own file) or `vllm_omni`'s; the model's README lists them.
     max_image_pixels, max_video_pixels (width x height): the largest drawing that is accepted; device memory is planned
     for it. max_num_frames: the longest video of a request. max_new_tokens: the longest text of one understanding
     request.

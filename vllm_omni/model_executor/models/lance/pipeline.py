@@ -183,7 +183,7 @@ class Lance(nn.Module):
         load_network(self.network, source, self.config)
         separate = layout.vision_weights
         own = None if separate is None else open_tensors(separate)
-        load_vision(self.vision, self.config.vision, own, source, self.options.choices.vision_weights)
+        load_vision(self.vision, self.config.vision, own, source)
         load_vae(self.vae, open_tensors(layout.vae))
         if self.stepper.graphs is not None:
             self.stepper.graphs.forget()

@@ -101,7 +101,6 @@ class Starter:
             uncond=[new_cache(uncond, plan.block) for _ in range(inputs.num_images if guided else 0)],
             unseen=[new_cache(unseen, plan.block) for _ in range(inputs.num_images if guides_image else 0)],
             pinned=0 if first is None else len(first),
-            renorm_pinned=self.options.choices.i2v_renorm == "all",
             step_cache=inputs.step_cache,
         )
 

@@ -9,7 +9,6 @@ Held by tests/model_executor/models/lance/test_lance_weights.py.
 import logging
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal
 
 import torch
 
@@ -132,16 +131,15 @@ def load_vision(
     config: VisionConfig,
     separate: TensorSource | None,
     bundled: TensorSource | None,
-    preferred: Literal["separate", "bundled"] = "separate",
 ) -> None:
-    """Load the vision tower from its own file or from the decoder's, whichever there is.
+    """Load the vision tower from its own file, or without one from the decoder's.
 
-    With both, the preferred one is used; if that is the own file, a few tensors are compared: training kept the tower
-    frozen, so a difference is worth a warning. Raises ValueError when there is neither.
+    With both, a few tensors are compared: training kept the tower frozen, so a difference is worth a warning. Raises
+    ValueError when there is neither.
     """
     if bundled is not None and not bundles_vision(bundled):
         bundled = None
-    if bundled is not None and (separate is None or preferred == "bundled"):
+    if bundled is not None and separate is None:
         others = [name for name in bundled.shapes if not name.startswith(BUNDLED_VISION)]
         rules = ((rf"^{BUNDLED_VISION.replace('.', '[.]')}", ""),)
         load_strict(vision.tower, bundled, vision_shapes(config), rules, what="vision tower", ignored=others)

@@ -7,7 +7,7 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -144,20 +144,18 @@ class Choices:
         return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
 
-Convention = Literal["realtime", "original", "sglang", "sglang_lazy", "pr3701"]
+Convention = Literal["realtime", "original", "sglang", "pr3701"]
 
-_SGLANG = Choices(
-    residual_dtype="model",
-    camera_first_frame="stands",
-    camera_scale="session_max",
-    camera_dtype="bf16",
-    later_condition="second_chunk",
-)
 CONVENTIONS: Final[dict[Convention, Choices]] = {
     "realtime": Choices(),
     "original": Choices(schedule="original"),
-    "sglang": _SGLANG,
-    "sglang_lazy": replace(_SGLANG, later_condition="last_frame"),
+    "sglang": Choices(
+        residual_dtype="model",
+        camera_first_frame="stands",
+        camera_scale="session_max",
+        camera_dtype="bf16",
+        later_condition="second_chunk",
+    ),
     "pr3701": Choices(
         schedule="original",
         camera_first_frame="stands_each_chunk",
@@ -175,8 +173,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     version: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast): same network, other defaults for
         `shift` (10 / 5), `denoise_indices`, `sink_frames` (9 / 6). None = the checkpoint's.
     convention: whose choices are made where public implementations differ: the `realtime` doors', the `original`'s,
-        SGLang's (`sglang`, or `sglang_lazy` with its lazy encode) or vLLM-Omni's pull request 3701's (`pr3701`); the
-        model's README lists them.
+        SGLang's (`sglang`) or vLLM-Omni's pull request 3701's (`pr3701`); the model's README lists them.
     shift, denoise_indices: override the version's schedule.
     """
 

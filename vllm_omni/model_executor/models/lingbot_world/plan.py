@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World as `vllm-omni plan` sees it: camera layers, an image condition, the text encoder on the host.
+"""LingBot World as `vllm-omni plan` sees it: camera layers and an image condition.
 
-Held by tests/planning/test_split_plan.py.
+Held by tests/planning/test_plan.py.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,6 @@ def _stream_model(name: str, config: LingBotWorldConfig, changes: Changes) -> St
         "sinks": config.sink_frames or 9,
         "camera": True,
         "image": True,
-        "text_on_cpu": True,
         **changes,
     }
     return StreamModel(name, **transformer_sizes(config, transformer_shapes(config)) | fields)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix-Game as `vllm-omni plan` sees it: action modules beside the trunk, an image's rows as context.
 
-Held by tests/planning/test_split_plan.py.
+Held by tests/planning/test_plan.py.
 """
 
 from collections.abc import Mapping
@@ -26,18 +26,13 @@ def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Chang
 
 def _stream_model(name: str, config: MatrixGameConfig, changes: Changes) -> StreamModel:
     check_world("matrix_game", changes)
-    variant, dim, keys, mouse = config.variant, config.dim, config.keyboard_width, config.mouse_width
-    action = 2 * dim * keys  # the keyboard's queries and its result
-    if config.mouse_dim:
-        action += mouse * (dim + config.action_rows * config.mouse_dim + 4 * mouse + dim)
     fields = {
-        "window": config.window_frames or variant.window_frames,
+        "window": config.window_frames or config.variant.window_frames,
         "sinks": 0,
-        "denoise": len(variant.steps),
+        "denoise": len(config.variant.steps),
         "image": True,
-        "side_flop": 2.0 * action * len(config.action_blocks),
-        "side_kv": 2 * mouse * len(config.action_blocks) if config.mouse_dim else 0,
-        "context_rows": config.text_len,
+        "side_kv": 2 * config.mouse_width * len(config.action_blocks) if config.mouse_dim else 0,
+        "context_length": config.text_len,
         "context_weights": _CLIP_WEIGHTS,
         "context_everywhere": True,
         **changes,

@@ -49,12 +49,11 @@ _LATENTS_STD = (
     *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
 )
 
-LaterCondition = Literal["streamed", "second_chunk", "last_frame", "fresh_grey"]
+LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
 """The condition of chunks after the image's, F latent frames each:
 
 - `streamed`: that part of the whole clip's encoding (the original, vLLM-Omni);
 - `second_chunk`: the second chunk's, again and again (SGLang);
-- `last_frame`: as streamed for so many video frames, then the last latent frame again and again (SGLang's lazy encode);
 - `fresh_grey`: 1 + 4 F grey frames encoded as a clip of their own, without its first latent (PR 3701's extension).
 """
 

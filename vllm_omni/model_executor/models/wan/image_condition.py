@@ -47,7 +47,7 @@ class ConditionLayout:
         Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or of another shape or dtype.
         """
         shape = saved.shape("last") or []
-        repeats = settled and self.later in ("second_chunk", "fresh_grey")
+        repeats = settled and self.later != "streamed"
         frames = self.chunk_frames if repeats and shape[2:3] == [self.chunk_frames] else 1
         cells = (self.height // VAE_SPATIAL, self.width // VAE_SPATIAL)
         last_1CFhw = saved.take("last", device, torch.float32, (1, LATENT_CHANNELS, frames, *cells))
@@ -62,12 +62,10 @@ class Settling:
     """Whether a state has settled, which only the device knows yet.
 
     encoded: latent frames that went through the encoder. unsettled: how many of them came before it settled.
-    ends: no later frame is encoded, settled or not.
     """
 
     encoded: int
     unsettled: Arriving
-    ends: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +91,7 @@ class ConditionState:
         if self.settling is None:
             return self
         unsettled = self.settling.unsettled.wait()
-        settled = self.settling.ends or unsettled < self.settling.encoded
+        settled = unsettled < self.settling.encoded
         return replace(
             self,
             cache=None if settled else self.cache,
@@ -120,8 +118,7 @@ class ConditionState:
 class GreyCondition:
     """Makes the condition of one chunk after another. Owns no session; `vae` needs its encoder.
 
-    chunk_frames: latent frames of every chunk but a session's first. encoded_frames: video frames, the image included,
-    after which `last_frame` stops encoding; 4 n + 1.
+    chunk_frames: latent frames of every chunk but a session's first.
     """
 
     def __init__(
@@ -130,14 +127,12 @@ class GreyCondition:
         later: LaterCondition = "streamed",
         *,
         chunk_frames: int = 3,
-        encoded_frames: int = 61,
     ) -> None:
         if not vae.has_encoder:
             raise ValueError("the condition is made by the VAE's encoder; build the VAE with encoder=True")
         self.vae = vae
         self.later = later
         self.chunk_frames = chunk_frames
-        self.most_encoded = (encoded_frames - 1) // vae.config.temporal_factor + 1
 
     def next(
         self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
@@ -154,10 +149,10 @@ class GreyCondition:
             latents, state = self._start(image_1CTHW, num_latents)
         elif state is None:
             raise ValueError("a condition starts with an image, got neither image nor state")
-        elif self.later in ("second_chunk", "fresh_grey"):
-            latents, state = self._repeat(state.resolved(), num_latents)
-        else:
+        elif self.later == "streamed":
             latents, state = self._stream(state.resolved(), num_latents)
+        else:
+            latents, state = self._repeat(state.resolved(), num_latents)
         cond_CFhw = torch.cat(latents, dim=2)[0]
         mask_CFhw = cond_CFhw.new_zeros(MASK_CHANNELS, *cond_CFhw.shape[1:])
         mask_CFhw[:, : int(starts)] = 1
@@ -180,8 +175,7 @@ class GreyCondition:
     def _start(self, image_1CTHW: torch.Tensor, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
         height, width = image_1CTHW.shape[3:]
         latent, cache = self.vae.encode(image_1CTHW, None)
-        state = self._encoded(ConditionState(height, width, cache, latent))
-        later, state = self._stream(state, num_latents - 1)
+        later, state = self._stream(ConditionState(height, width, cache, latent), num_latents - 1)
         if self.later == "fresh_grey":
             state = replace(state.resolved(), cache=None, settled=False)
         return [latent, *later], state
@@ -194,17 +188,16 @@ class GreyCondition:
         if state.cache is None or num_latents == 0:
             return [state.last_1CFhw] * num_latents, state
         last, cache, latents = state.last_1CFhw, state.cache, []
-        left = self.most_encoded - state.num_encoded if self.later == "last_frame" else num_latents + 1
         changes = torch.ones((), dtype=torch.bool, device=last.device)
         unsettled = torch.zeros((), dtype=torch.int32, device=last.device)
-        for _ in range(min(num_latents, left)):
+        for _ in range(num_latents):
             latent, cache = self.vae.encode(self._grey_frames(state, 1), cache)
             last, changes = torch.where(changes, latent, last), changes & ~self._has_settled(last, latent)
             unsettled = unsettled + changes
             latents.append(last)
             if self._is_heard(changes) and not changes:
                 break
-        settling = Settling(len(latents), Arriving(unsettled), ends=left <= num_latents)
+        settling = Settling(len(latents), Arriving(unsettled))
         latents += [last] * (num_latents - len(latents))
         return latents, replace(state, cache=cache, last_1CFhw=last, settling=settling)
 
@@ -228,12 +221,6 @@ class GreyCondition:
         """Whether later latent frames are as good as equal to `latent_1CFhw`, on the device."""
         change = (latent_1CFhw - before_1CFhw).abs().max()
         return change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std()
-
-    def _encoded(self, state: ConditionState) -> ConditionState:
-        """Settle a state after the last frame that is to be encoded."""
-        if self.later == "last_frame" and state.num_encoded >= self.most_encoded:
-            return replace(state, cache=None, settled=True)
-        return state
 
     def _grey_frames(self, state: ConditionState, num_latents: int, *, first: bool = False) -> torch.Tensor:
         """Return grey video frames that encode to so many latent frames; with one more in front if they are a clip."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common parts of Wan networks as `vllm-omni plan` sees them: sizes of the transformer, refusals of a world.
 
-Held by tests/planning/test_split_plan.py.
+Held by tests/planning/test_plan.py.
 """
 
 import math
@@ -29,7 +29,7 @@ def transformer_sizes(config: ChunkTransformerConfig, shapes: Mapping[str, tuple
 
 def check_world(family: str, changes: Changes) -> None:
     """Raise ValueError for changes that only a stream without a camera or keys can be served with."""
-    if changes.get("in_flight", 1) > 1 or changes.get("clean", 1) == 0:
+    if changes.get("in_flight", 1) > 1 or changes.get("noise_matched"):
         raise ValueError(f"{family} has no noise-matched cache; causal Wan has")
     if changes.get("video_input"):
         raise ValueError(f"{family} takes no video; causal Wan does")

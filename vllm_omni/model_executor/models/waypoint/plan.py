@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waypoint as `vllm-omni plan` sees it: a fixed token grid, two kinds of K/V rings, autoencoders of its own.
 
-FLOP and bytes are counted on modules without storage, which are imported when a network is planned.
+Bytes are counted on modules without storage, which are imported when a network is planned.
 Held by tests/planning/test_plan_waypoint.py.
 """
 
@@ -19,8 +19,8 @@ from vllm_omni.planning.stream_model import Autoencoder, Changes, FamilyPlan, St
 
 _TEXT_WEIGHTS = 7.6e9
 """umt5-xl's encoder, bf16."""
-_WORKSPACE = 0.9e9 / 4.0e9
-"""Of `Card.workspace_bytes`, at 512 tokens a frame: from the peak of the one measured run, less weights and session."""
+_WORKSPACE = 0.9e9
+"""Bytes of a decode at 512 tokens per frame: the peak of the one measured run less weights and session."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:
@@ -38,7 +38,7 @@ def _stream_model(
     """codec: the autoencoder's sizes where they are not the released ones."""
     from vllm_omni.model_executor.models.waypoint.state import FrameRings
 
-    fixed = sorted({"window", "chunk", "first_chunk", "denoise", "clean", "in_flight", "video_input"} & set(changes))
+    fixed = sorted({"window", "chunk", "denoise", "noise_matched", "in_flight", "video_input"} & set(changes))
     if fixed:
         raise ValueError(f"{name}: a Waypoint checkpoint fixes its windows, chunks and steps, and takes no video")
     shapes = transformer_shapes(config)
@@ -64,15 +64,12 @@ def _stream_model(
         window=window,
         sinks=0,
         chunk=1,
-        first_chunk=1,
         denoise=len(config.scheduler_sigmas) - 1,
         image=True,
         grid_tokens=tokens,
         frames_per_latent=config.temporal_compression,
         sequence_parallel=False,
-        growing_graphs=True,
-        image_passes=1,
-        context_rows=PROMPT_ROWS * read_prompts // config.n_layers,
+        context_length=PROMPT_ROWS * read_prompts // config.n_layers,
         context_weights=_TEXT_WEIGHTS if config.prompted else 0.0,
         autoencoder=_autoencoder(config, codec) if codec else _released_autoencoder(config),
         **{"height": height, "width": width, **changes},
@@ -90,29 +87,14 @@ def _released_autoencoder(config: WaypointConfig) -> Autoencoder:
 
 
 def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencoder:
-    from torch.utils.flop_counter import FlopCounterMode
-
     from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 
     with torch.device("meta"):
         made = make_codec(config, codec, torch.bfloat16)
-        channels, *cells = config.latent_shape
-        latent, image = torch.empty(channels, 1, *cells), torch.empty(*config.codec_size, 3, dtype=torch.uint8)
-    with torch.no_grad():
-        with FlopCounterMode(display=False) as first:
-            _, memory = made.decode_frames(latent, config.codec_size, None)
-        with FlopCounterMode(display=False) as later:
-            made.decode_frames(latent, config.codec_size, memory)
-        with FlopCounterMode(display=False) as encoded:
-            made.encode_image(image)
     return Autoencoder(
-        decode_tflop=later.get_total_flops() / 1e12,
-        decode_first_tflop=first.get_total_flops() / 1e12,
-        encode_tflop=encoded.get_total_flops() / 1e12,
         decoder_cache=made.state_nbytes(0, 0),
         encoder_cache=0.0,
         weights=sum(weight.numel() * weight.element_size() for weight in made.parameters()),
-        launch=0.0,
         workspace=_WORKSPACE * config.tokens_per_frame / 512,
     )
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a streaming model per GPU, from its shapes. Pure functions; nothing is loaded.
+
+Weights, K/V windows and caches are exact. The transient memory of a decode is measured
+(`Autoencoder.workspace`). Held by tests/planning/.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from vllm_omni.planning.stream_model import BF16, Split, StreamModel
+
+GPU_BYTES: Final = {"H200": 150.1e9, "H100": 85.0e9}
+"""GPU -> bytes of memory that its driver reports."""
+_USABLE: Final = 0.95
+"""Share of a GPU's memory that a server can use."""
+_INT8: Final = 1
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one engine."""
+
+    split: Split
+    """How the engine splits the model."""
+    session_bytes: float
+    """Bytes per session, on the rank where a session is largest."""
+    memory_bytes: float
+    """Bytes of the fullest rank with the requested number of sessions."""
+    max_sessions: int
+    """Number of sessions that fit; 0 if the model itself does not."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    fixed: float
+    """Bytes without a session."""
+    session: float
+    """Bytes per session."""
+
+
+def plan_memory(model: StreamModel, gpu_bytes: float, split: Split, sessions: int = 1) -> MemoryPlan:
+    """Compute the memory of an engine.
+
+    Args:
+        model: The model as it is served.
+        gpu_bytes: Memory of one GPU.
+        split: How the engine splits the model over GPUs.
+        sessions: Number of live sessions.
+    """
+    ranks = _fullest_ranks(model, split)
+    most = min((_USABLE * gpu_bytes - rank.fixed) // rank.session for rank in ranks)
+    return MemoryPlan(
+        split=split,
+        session_bytes=max(rank.session for rank in ranks),
+        memory_bytes=max(rank.fixed + sessions * rank.session for rank in ranks),
+        max_sessions=max(0, int(most)),
+    )
+
+
+def window_bytes(model: StreamModel, frames: int) -> float:
+    """Bytes of the K/V of `frames` latent frames, all layers and heads."""
+    elements = 2 * (model.kv_dim or model.dim) * model.layers + model.side_kv
+    return float(model.kv_itemsize * frames * model.tokens_per_frame * elements)
+
+
+def _cross_kv_bytes(model: StreamModel, split: Split) -> float:
+    """Bytes of the prompts' K/V: each chunk in flight may have a different prompt."""
+    elements = 2 * model.context_length * model.dim * model.layers / split.layer_parts
+    return model.in_flight * elements * BF16 / (split.ranks if split.tensor else 1)
+
+
+def session_bytes(model: StreamModel, split: Split, *, last_stage: bool = True) -> float:
+    """Bytes of one session on the first rank of a stage with layers. The last such stage decodes unless `vae_stage`."""
+    frames = model.window + (model.sinks if model.moving_sinks else 0) + (model.in_flight - 1) * model.chunk
+    windows = model.denoise if model.noise_matched and not split.temporal else 1
+    window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
+    decodes = last_stage and not split.vae_stage
+    decoder = model.autoencoder.decoder_cache / split.decode_ranks if decodes else 0.0
+    encoder = model.autoencoder.encoder_cache if model.image or model.video_input else 0.0
+    caches = (decoder + encoder) * model.area
+    return window + _cross_kv_bytes(model, split) + _modulation_bytes(model, split) + caches
+
+
+def _modulation_bytes(model: StreamModel, split: Split) -> float:
+    """Bytes of the camera's scales and shifts of all layers, which a chunk holds until it is done."""
+    if not model.camera:
+        return 0.0
+    elements = 2 * model.chunk * model.tokens_per_frame * model.dim * model.layers / split.layer_parts
+    return elements * BF16 / (1 if split.tensor else split.ranks)
+
+
+def weight_bytes(model: StreamModel, split: Split, *, first_stage: bool = True) -> float:
+    """Bytes of weights on the first rank of a stage with layers. That of the first stage has the text encoder."""
+    shared = split.layer_parts * (split.ranks if split.tensor else 1)
+    saved = model.block_parameters * (BF16 - model.weight_itemsize)
+    if model.weight_itemsize < BF16:
+        saved += model.camera_parameters * (BF16 - _INT8)
+    has_encoder = (first_stage or model.context_everywhere) and not model.text_on_cpu
+    context = model.context_weights if has_encoder else 0.0
+    transformer = (model.parameters * BF16 - saved) / shared
+    return transformer + _adapter_bytes(model, split) + model.autoencoder.weights + context
+
+
+def _adapter_bytes(model: StreamModel, split: Split) -> float:
+    """Bytes of the slots of LoRA adapters. Tensor parallel ranks share one of an adapter's two factors."""
+    whole = model.adapters * model.adapter_rank * model.sides * BF16 / split.layer_parts
+    return whole * (1 + 1 / split.ranks) / 2 if split.tensor else whole
+
+
+def _fullest_ranks(model: StreamModel, split: Split) -> list[_Rank]:
+    """Return the ranks that can be the fullest: the first of the first stage, of the last, and of a VAE stage."""
+    decodes = 1 if split.stages == 1 else 2  # the next chunk decodes while results wait for a step
+    workspace = decodes * model.autoencoder.workspace * model.area
+    if not model.image:  # ranks do not share the encoder of an image condition
+        workspace /= split.decode_ranks
+    found = []
+    for first, last in ((True, True),) if split.layer_stages == 1 else ((True, False), (False, True)):
+        transient = workspace if last and not split.vae_stage else 0.0
+        fixed = weight_bytes(model, split, first_stage=first) + transient
+        found.append(_Rank(fixed, session_bytes(model, split, last_stage=last)))
+    if split.vae_stage:
+        cache = model.autoencoder.decoder_cache * model.area / split.decode_ranks
+        found.append(_Rank(model.autoencoder.weights + workspace, cache))
+    return found
+
+
+def splits(model: StreamModel, gpus: int) -> list[Split]:
+    """Return every split over at most `gpus` GPUs that heads, layers and cache allow."""
+    found = [Split()]
+    for ranks in range(1, gpus + 1):
+        if model.heads % ranks:
+            continue
+        for stages in range(1, gpus // ranks + 1):
+            if ranks * stages == 1 or stages > model.layers:
+                continue
+            tensors = (False,) if ranks == 1 else (False, True) if model.sequence_parallel else (True,)
+            together = ranks > 1 and model.sequence_parallel
+            for vae_stage in (False, True) if stages > 1 else (False,):
+                found += [Split(ranks, stages, tensor, vae_stage, vae_parallel=together) for tensor in tensors]
+                if model.noise_matched and 1 < stages - vae_stage == model.denoise:
+                    found += [replace(split, temporal=True) for split in found[-len(tensors) :]]
+    return found
