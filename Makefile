@@ -8,7 +8,7 @@
 # make docs          build the documentation site into build/site
 # make results       write the tables of measured results from benchmarks/results
 # make mutants       change access, codec, scheduling and the worker in every small way; what no test notices is listed
-# .ci/run            what CI runs: lint, test, and the nightly shard that the commit selects
+# .ci/run            what CI runs: lint, test, and the nightly shard that the commit selects (NIGHTLY_SHARD=3/8: another)
 # make clean         remove the environment and what the demo wrote
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, DEVICE=cpu|cuda the build (default: what the
