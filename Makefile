@@ -6,9 +6,9 @@
 # make test-cuda     the tests that need a GPU, spread over the GPUs of the machine
 # make lint          ruff and mypy
 # make docs          build the documentation site into build/site
+# make results       write the tables of measured results from benchmarks/results
 # make mutants       change access, codec, scheduling and the worker in every small way; what no test notices is listed
-# make turn          commit which nightly shard CI runs next; once for each submission, at its end
-# .ci/run            what CI runs: lint, test, and the nightly shard whose turn it is
+# .ci/run            what CI runs: lint, test, and the nightly shard that the commit selects (NIGHTLY_SHARD=3/8: another)
 # make clean         remove the environment and what the demo wrote
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, DEVICE=cpu|cuda the build (default: what the
@@ -23,7 +23,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
 
-.PHONY: setup demo check engineless test nightly test-cuda lint docs turn mutants clean
+.PHONY: setup demo check engineless test nightly test-cuda lint docs results mutants clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -62,8 +62,8 @@ docs: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) docs
 	@$(VENV)/bin/python scripts/docs_site.py
 
-turn:
-	@$(PYTHON) scripts/nightly_turn.py --advance
+results: setup
+	@$(VENV)/bin/python scripts/results_page.py
 
 mutants: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) mutants

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all benchmarks: the directory of results, and each result's description of the machine."""
+"""Shared by all benchmarks: the directory of results, and each result's description of the machine.
+
+New results are written to `build/benchmarks`, which git ignores. One that a page should show moves to
+`benchmarks/results` with a `record` (scripts/results_page.py).
+"""
 
 import argparse
 import asyncio
@@ -22,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "build" / "benchmarks"
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +296,7 @@ def command_line() -> str:
 
 
 def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Add date, command, hardware and versions; print the JSON and write `results/<date>_<name>.json`."""
+    """Add date, command, hardware and versions; print the JSON and write `<out>/<date>_<name>.json`."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     document = {"date": today, "command": command_line(), "hardware": hardware(), "versions": versions(), **result}
     text = json.dumps(document, indent=2)

@@ -14,7 +14,7 @@ from helpers.waits import seconds
 from nightly_shards import NIGHTLY_NAMES, Shards, known_seconds, parse_shard
 
 COUNT = 8
-"""As many as `.ci/run` goes through, one a submission."""
+"""As many as `.ci/run` has."""
 
 SECONDS = {
     **{f"a.py::test_engine[{size}]": 60.0 for size in range(12)},
@@ -31,7 +31,7 @@ def nightly(request: pytest.FixtureRequest) -> list[str]:
 
 
 def test_every_nightly_test_is_in_exactly_one_shard(nightly: list[str]) -> None:
-    """And each shard has some: after eight submissions all have run."""
+    """And each shard has some."""
     shards = Shards(known_seconds(), COUNT)
     sizes = Counter(shards.of(name) for name in nightly)
     assert sorted(sizes) == list(range(1, COUNT + 1))
