@@ -27,7 +27,7 @@ from realtime_clients import STAMP
 from vllm_omni.actions import CAMERA_SPACE
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.generate_door import PATHS, GenerateDoor
+from vllm_omni.entrypoints.realtime.generate_door import PATHS, generate_endpoint
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.websocket import WebSocketOptions
@@ -104,7 +104,7 @@ def main() -> None:
     limits = DoorLimits(max_connections=2 * sessions, sessions_per_client=sessions)
     manager = SessionManager(WorldEngine(model), facts, limits, ThreadPoolExecutor(2))  # type: ignore[arg-type]
     app = FastAPI()
-    app.add_api_websocket_route(PATHS[0], GenerateDoor(manager).serve)
+    app.add_api_websocket_route(PATHS[0], generate_endpoint(manager).serve)
 
     @app.get("/state")
     async def state() -> dict[str, Any]:

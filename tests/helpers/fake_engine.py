@@ -30,7 +30,7 @@ from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
-from vllm_omni.entrypoints.realtime.world_camera import PATHS, WorldCameraDoor
+from vllm_omni.entrypoints.realtime.world_camera import PATHS, world_camera_endpoint
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.worlds.grid import OccupancyGrid
@@ -194,9 +194,9 @@ class DoorServer:
         model: Any = WorldEngine(engine)  # type: ignore[arg-type]
         self.manager = SessionManager(model, facts, limits, ThreadPoolExecutor(2), origins)
         doors = {
-            PATHS: WorldCameraDoor(self.manager, max_message_bytes=1 << 20).serve,
-            generate_door.PATHS: generate_door.GenerateDoor(self.manager).serve,
-            video_door.PATHS: video_door.VideoDoor(self.manager).serve,
+            PATHS: world_camera_endpoint(self.manager, max_message_bytes=1 << 20).serve,
+            generate_door.PATHS: generate_door.generate_endpoint(self.manager).serve,
+            video_door.PATHS: video_door.video_endpoint(self.manager).serve,
         }
         app = FastAPI()
         for paths, serve in doors.items():

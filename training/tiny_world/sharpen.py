@@ -14,7 +14,7 @@ handful of steps, and the time is better spent on one small adversary.
   them apart (relativistic loss: softplus of fake minus real). Its slope is held down at real and at made clips by
   finite differences (no second derivatives).
 - Balance: the adversary's gradient at x0 is scaled to R times the regression's, by running means of both norms, so
-  R means the same whatever the decoder and the adversary do.
+  R means the same whatever the decoder and the adversary do. With `--sharpness` R follows the sharpness of made frames.
 - Half of the clips (every second one) take part with all frames at the last step; the others go on as in phase two.
 - Behind own frames by the dozen the true place cannot be known, and regression there asks for blur. It fades (`Late`):
   what is left of it holds the level of a frame, and what such frames show is the adversary's.
@@ -95,7 +95,7 @@ class Contest:
         fake = self.look(leaf)
         with torch.no_grad():
             real = self.look(truth)
-        parts = self._train(real, fake.detach())
+        parts = self._train(real, fake.detach()) | {"sharpness": sharpness(fake.detach(), real)}
         with torch.no_grad():
             real_logits = self.network(real)
         adversarial = functional.softplus(real_logits - self.network(fake)).mean()
@@ -134,6 +134,32 @@ class Contest:
         self.norms, self.rounds = state["norms"].to(self.norms.device), int(state["rounds"])
 
 
+def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Mean horizontal difference of neighbouring pixels (or latent values) over the truth's, a scalar."""
+    return made.diff(dim=-1).abs().mean() / truth.diff(dim=-1).abs().mean().clamp_min(1e-6)
+
+
+class AdversaryWeight:
+    """The ratio of the adversary's gradient to the regression's, moved until made frames are as sharp as wanted.
+
+    Args:
+        ratio: The first ratio, and with `target` None the only one.
+        target: Wanted `sharpness`, for example 0.95.
+        largest: The ratio never exceeds it.
+        rate: Relative change of the ratio per update and unit of missing sharpness.
+    """
+
+    def __init__(self, ratio: float, target: float | None, *, largest: float = 6.0, rate: float = 0.05) -> None:
+        self.value: float | torch.Tensor = ratio
+        self.target, self.largest, self.rate, self.smallest = target, largest, rate, 0.05
+
+    def follow(self, measured: torch.Tensor) -> None:
+        """Move the ratio after an update whose frames had the sharpness `measured`; stays on its device."""
+        if self.target is not None:
+            change = torch.exp(self.rate * (self.target - measured))
+            self.value = (self.value * change).clamp(self.smallest, self.largest)
+
+
 @dataclass
 class Late:
     """How the regression fades with the frames that a clip's network has made: from 1 at `begin` to `weight` at `end`.
@@ -155,16 +181,16 @@ class Late:
 
 
 class Sharpening:
-    """The objective. late: the regression's fading. ratio: of the adversary's gradient to the regression's. alone:
-    rounds that the adversary is trained before it is heeded. window: latent frames that it sees. keep: weight of the
-    regression where it acts."""
+    """The objective. late: the regression's fading. weight: of the adversary's gradient. alone: rounds that the
+    adversary is trained before it is heeded. window: latent frames that it sees. keep: weight of the regression where
+    it acts."""
 
     def __init__(
         self, trainer: Trainer, rollouts: RollOuts, contest: Contest, *,
-        ratio: float, alone: int, window: int, keep: float, true: float, late: Late,
+        weight: AdversaryWeight, alone: int, window: int, keep: float, true: float, late: Late,
     ) -> None:  # fmt: skip
         self.trainer, self.rollouts, self.contest, self.late = trainer, rollouts, contest, late
-        self.ratio, self.alone, self.window, self.keep, self.true = ratio, alone, window, keep, true
+        self.weight, self.alone, self.window, self.keep, self.true = weight, alone, window, keep, true
         self.rows = torch.arange(0, len(trainer.chunk_B), 2, device=trainer.ranks.device)
 
     def losses(self) -> Losses:
@@ -188,8 +214,10 @@ class Sharpening:
         (regression,) = torch.autograd.grad(squares(leaf, truth[rows, frames], sigma[rows, frames]).sum(), leaf)
         scale = self.contest.scale(regression / by_frame.numel(), gradient)
         if self.contest.rounds > self.alone:
-            total = total + (seen * (gradient * scale * self.ratio)).sum()
-        return Losses(total, by_frame.detach(), sigma, weights, parts | {"scale": scale})
+            total = total + (seen * (gradient * scale * self.weight.value)).sum()
+            self.weight.follow(parts["sharpness"])
+        ratio = torch.as_tensor(self.weight.value, device=scale.device)
+        return Losses(total, by_frame.detach(), sigma, weights, parts | {"scale": scale, "ratio": ratio})
 
     def _frames(self, weights: torch.Tensor) -> torch.Tensor:
         """Which frames of each row the adversary sees, [rows, window]; none that could be anything."""
@@ -210,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_common_options(parser)
     add_rollout_options(parser)
     parser.add_argument("--adversarial", type=float, default=1.0, help="the adversary's gradient over the regression's")
+    parser.add_argument("--sharpness", type=float, help="move that ratio until made frames are so sharp, e.g. 0.95")
     parser.add_argument("--keep", type=float, default=1.0, help="weight of the regression on the adversary's clips")
     parser.add_argument("--seen-frames", type=int, default=5, help="latent frames that the adversary sees")
     parser.add_argument("--late", type=float, default=1.0, help="weight of the regression behind 24 own frames")
@@ -236,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer,
         RollOuts(trainer, options.reuse, options.given, options.rolled),
         contest,
-        ratio=options.adversarial,
+        weight=AdversaryWeight(options.adversarial, options.sharpness),
         alone=options.alone,
         window=options.seen_frames,
         keep=options.keep,

@@ -577,8 +577,9 @@ class WorldTransformer(nn.Module):
         """The world pose's tokens [B, F P, D]."""
         rays = torch.einsum("bfij,pnj->bfpni", clips.rotation, self.rays).flatten(3)
         place = clips.place.unsqueeze(2).expand(-1, -1, rays.shape[2], -1)
-        features = torch.cat((rays, place), dim=3).flatten(1, 2).to(self.compute_dtype)
-        return linear(functional.silu(linear(features, self.world_pose_layer1)), self.world_pose_layer2)
+        # In fp32: bf16 rounds a ray's direction by up to half a pixel.
+        hidden = linear(torch.cat((rays, place), dim=3).flatten(1, 2), self.world_pose_layer1)
+        return linear(functional.silu(hidden).to(self.compute_dtype), self.world_pose_layer2)
 
     def text(self, text: torch.Tensor) -> torch.Tensor:
         """Prompt rows [..., X, E] -> [..., X, D] in the products' type."""

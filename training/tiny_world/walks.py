@@ -26,10 +26,12 @@ STEP_M = 0.5
 """What one latent frame with a movement key covers: 2 m/s at 16 frames a second."""
 _GRID_CELLS = 300
 """Of the occupancy grid's side: a cell is 10 cm."""
-_COMMON_PITCH, _RARE_PITCH = 33, 80
-"""Degrees that most walkers, and one in eight, look up or down at most."""
+_COMMON_PITCH, _RARE_PITCH = 33, 85
+"""Largest angle in degrees that most walkers, and one in five, look up or down."""
 KEYS = ACTION_SPACE.button_names
 _BIT = {key: 1 << index for index, key in enumerate(KEYS)}
+
+_LOOK_VERTICALLY = _BIT["i"] | _BIT["k"]
 
 # (keys, weight): what a random walker holds next
 _HABITS = (
@@ -90,7 +92,8 @@ def random_walks(number: int, length: int, seed: int, *, drills: float = 0.1) ->
     """Draw walks from free places, at arm's length of walls as well.
 
     A walker wanders and turns away from walls, walks into them, stands still for up to a minute, spins, presses keys at
-    random, or moves with a stick at any speed; each for a while. drills: share that only turns in place, or away and
+    random, holds any keys for up to eight seconds, looks up or down, or moves with a stick at any speed; each for a
+    while. drills: share that only turns in place, or away and
     back.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -134,12 +137,14 @@ class _Habits:
 
     # way of playing: weight, shortest and longest latent frames (drawn evenly in their logarithm)
     WAYS: ClassVar[dict[str, tuple[float, int, int]]] = {
-        "wander": (0.55, 8, 60),
+        "wander": (0.46, 8, 60),
         "careless": (0.12, 4, 24),
-        "idle": (0.14, 2, 240),
+        "idle": (0.12, 2, 240),
         "spin": (0.03, 8, 120),
-        "mash": (0.10, 2, 24),
+        "mash": (0.07, 2, 24),
         "stick": (0.08, 4, 40),
+        "hold": (0.07, 16, 80),
+        "gaze": (0.05, 2, 16),
     }
 
     def __init__(self, number: int, generator: torch.Generator) -> None:
@@ -154,7 +159,7 @@ class _Habits:
         self.keys_left = torch.zeros(number, dtype=torch.long)
         self.scale = torch.ones(number, dtype=torch.float64)
         self.evading = torch.zeros(number, dtype=torch.bool)
-        rare = self._uniform() < 1 / 8
+        rare = self._uniform() < 1 / 5
         self.largest_pitch = torch.where(rare, _RARE_PITCH, _COMMON_PITCH)
 
     def next(self, walker: "_Walker") -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,8 +179,12 @@ class _Habits:
         drawn = torch.where(is_way["mash"], mashed, drawn)
         side = torch.where(self._uniform() < 0.5, _BIT["j"], _BIT["l"]).to(torch.uint8)
         drawn = torch.where(is_way["spin"], side, torch.where(is_way["idle"], 0, drawn))
-        whole_way = is_way["spin"] | is_way["idle"]
+        vertical = torch.where(self._uniform() < 0.5, _BIT["i"], _BIT["k"]).to(torch.uint8)
+        drawn = torch.where(is_way["gaze"], (mashed & ~_LOOK_VERTICALLY) | vertical, drawn)
+        drawn = torch.where(is_way["hold"], mashed, drawn).to(torch.uint8)
+        whole_way = is_way["spin"] | is_way["idle"] | is_way["gaze"]
         span = torch.where(whole_way, 10_000, torch.randint(2, 9, (self.number,), generator=self.generator))
+        span = torch.where(is_way["hold"], (2 * 16 ** self._uniform()).long(), span)
         self.keys = torch.where(over, drawn, self.keys)
         self.keys_left = torch.where(over, span, self.keys_left) - 1
         speed = torch.where(is_way["stick"], 0.15 + 2.0 * self._uniform(), 1.0)

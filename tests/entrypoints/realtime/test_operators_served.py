@@ -111,10 +111,12 @@ def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> Non
     """The session's own lines, its connection's and uvicorn's of the handshake."""
     before = len(served.log)
     walk(served, "logged-session", {**AUTHORIZED, "X-Request-Id": "logged-request"})
-    wait_until(lambda: "connection ended" in served.log[before:])
+    wait_until(lambda: "realtime/world/camera ended" in served.log[before:])
     lines = served.log[before:].splitlines()
     own = [
-        line for line in lines if any(word in line for word in ("session_opened", "session_closed", "connection ended"))
+        line
+        for line in lines
+        if any(word in line for word in ("session_opened", "session_closed", "realtime/world/camera ended"))
     ]
     assert len(own) == 3
     assert all(line.endswith(" request_id=logged-request session_id=logged-session") for line in own), own
@@ -125,9 +127,13 @@ def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> Non
 def test_json_lines_have_the_ids_as_fields(operated: Served) -> None:
     before = len(operated.log)
     walk(operated, "json-session", {**AUTHORIZED, "X-Request-Id": "json-request"})
-    wait_until(lambda: "connection ended" in operated.log[before:])
+    wait_until(lambda: "realtime/world/camera ended" in operated.log[before:])
     found = [json.loads(line) for line in operated.log[before:].splitlines()]
-    own = [line for line in found if line["message"].startswith(("session_opened", "session_closed", "world camera"))]
+    own = [
+        line
+        for line in found
+        if line["message"].startswith(("session_opened", "session_closed", "realtime/world/camera"))
+    ]
     assert [line["session_id"] for line in own] == ["json-session"] * 3
     assert [line["request_id"] for line in own] == ["json-request"] * 3
     others = [line for line in found if line["name"] == "uvicorn.access" or "WebSocket" in line["message"]]

@@ -2,6 +2,7 @@
 """Sharpening: the adversary tells soft clips from true ones, its gradient is balanced, it trains in pieces."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from training.tiny_world import sharpen, train_world
-from training.tiny_world.sharpen import Contest, Late
+from training.tiny_world.sharpen import AdversaryWeight, Contest, Late
 from training.tiny_world.train_world import Ranks, read_parts, write_synthetic_data
 from training.tiny_world.transformer import Sizes
 
@@ -50,6 +51,21 @@ def test_the_adversary_learns_to_tell_soft_clips_and_pushes_towards_sharp_ones()
     assert gaps[-1] > 1 > abs(gaps[0])
     pushed = soft - 0.5 * gradient / gradient.square().mean().sqrt()
     assert pushed.diff(dim=-1).abs().mean() > 1.1 * soft.diff(dim=-1).abs().mean()
+
+
+def test_the_adversarys_weight_follows_the_sharpness_of_made_frames() -> None:
+    """It grows while frames are softer than wanted, falls while they are sharper, and stays within its bounds."""
+    weight = AdversaryWeight(1.0, 0.95, largest=4.0)
+    weight.follow(torch.tensor(0.7))
+    grown = float(weight.value)
+    weight.follow(torch.tensor(1.2))
+    assert grown == pytest.approx(math.exp(0.05 * 0.25)) and float(weight.value) == pytest.approx(1.0)
+    for _ in range(200):
+        weight.follow(torch.tensor(0.0))
+    assert float(weight.value) == 4.0
+    fixed = AdversaryWeight(1.5, None)
+    fixed.follow(torch.tensor(0.0))
+    assert fixed.value == 1.5
 
 
 def test_the_adversarys_gradient_is_scaled_to_the_regressions() -> None:

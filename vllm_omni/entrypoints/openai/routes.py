@@ -6,8 +6,7 @@ body's schema is described here from the same pydantic models that check it. Hel
 tests/entrypoints/openai/test_openai_served.py and test_openai_schema.py.
 """
 
-import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
@@ -15,7 +14,6 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
-from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.environment import read_struct
@@ -38,7 +36,6 @@ from vllm_omni.entrypoints.openai.protocol import (
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.store import MediaStore
 from vllm_omni.entrypoints.openai.videos import VideoRoutes
-from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 Route = Callable[..., Awaitable[Response]]
@@ -82,32 +79,25 @@ class OpenAIRoutes:
         self._videos: VideoRoutes | None = None
         self._chat: ChatRoutes | None = None
 
-    def start(
-        self,
-        client: EngineClient,
-        names: Sequence[str],
-        door_limits: DoorLimits,
-        executor: Executor,
-        ranks: SessionRanks | None = None,
-        adapters: Callable[[], Collection[str]] = tuple,
-    ) -> None:
-        """names: the served model's names, the first in replies. ranks: shared with the other doors.
+    def start(self, engine: OmniEngine, served: ServedModel, door_limits: DoorLimits, executor: Executor) -> None:
+        """Connect the routes to the engine, before the server listens.
 
-        adapters: names of the LoRA adapters that are loaded now; a request's `model` may be one of them.
+        Args:
+            engine: Runs the requests; data-parallel ranks are shared with the other endpoints.
+            served: Names, capabilities and sizes of the served model.
+            door_limits: Limits that hold for WebSocket endpoints as well, for example of images.
+            executor: Threads that decode and encode media.
         """
         limits = read_struct(MediaLimits)
-        engine = OmniEngine(client, ranks)
-        served = ServedModel.from_vllm_config(client.vllm_config, names)
-        self.served = dataclasses.replace(served, adapters=adapters)
+        self.served = served
         store = MediaStore(limits)
-        jobs = VideoJobs(engine, self.served, store, limits, executor)
+        jobs = VideoJobs(engine, served, store, limits, executor)
         threads = ClientThreads(executor)
-        self._images = ImageRoutes(engine, self.served, store, limits, door_limits, threads)
-        self._videos = VideoRoutes(jobs, self.served, limits, door_limits, threads)
-        self._chat = ChatRoutes(engine, self.served, limits, door_limits, threads)
+        self._images = ImageRoutes(engine, served, store, limits, door_limits, threads)
+        self._videos = VideoRoutes(jobs, served, limits, door_limits, threads)
+        self._chat = ChatRoutes(engine, served, limits, door_limits, threads)
         self.has_room = lambda: not (jobs.is_full or self.images.is_full)
         self.media_bytes = store.nbytes
-        self.stats_interval_s = limits.stats_interval_s
 
     def attach(self, app: FastAPI) -> None:
         app.add_api_route(SERVED_PATH, self._served_model, methods=["GET"], include_in_schema=False)

@@ -27,9 +27,8 @@ from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.live import (
     UNSENT_CHUNKS,
     LiveClient,
-    LiveDoor,
     MediaClock,
-    TextFrames,
+    RealtimeEndpoint,
     Throttle,
 )
 from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, WorldStart
@@ -93,7 +92,6 @@ class _Client(LiveClient):
         self._track = ControlTrack(self.facts.actions)
         self._throttle = Throttle()
         self._clock: MediaClock | None = None
-        self._texts = TextFrames()
         self._sent_bytes = 0
         self._write_ms = self._pace_ms = 0.0
 
@@ -341,5 +339,6 @@ def _event_id(value: Any) -> int | None:
     return event_id if type(event_id) is int and 0 <= event_id < 1 << 32 else None
 
 
-class GenerateDoor(LiveDoor):
-    client = _Client
+def generate_endpoint(manager: SessionManager) -> RealtimeEndpoint:
+    """Return SGLang's endpoint over these sessions."""
+    return RealtimeEndpoint(manager, _Client)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LiveClient`: one connection that watches and steers one endless world; shared by the streaming doors.
+"""`ConnectionHandler`: one connection of a realtime endpoint. `LiveClient`: one that watches and steers one stream.
 
-The connection's own task reads, so that a disconnect is noticed at once; a second task delivers chunks. Whichever ends
-first ends the other: a client that leaves has its chunk aborted in the engine and its world freed, a stream that ends
-closes the connection with a code and a reason, whatever it ended of. Doors subclass it and speak their own messages.
+The connection's own task receives messages, so that a disconnect is noticed at once; a second task delivers chunks.
+When either task ends, the other is cancelled. On disconnect, the chunk in flight is aborted and the session is closed.
 Held by tests/entrypoints/realtime/{test_generate_door,test_video_door,test_live_faults,test_wait_for_a_session}.py.
 """
 
@@ -11,7 +10,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from starlette.websockets import WebSocket
@@ -26,8 +25,6 @@ from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 logger = logging.getLogger("vllm." + __name__)
 
-SUBPROTOCOL: Final = "omni.v1"
-"""Echoed to a client that offers it: browsers that offer something must get something back."""
 UNSENT_CHUNKS: Final = 1
 """Finished chunks that wait for a reader while the next one is generated: whoever steers must see now, not then."""
 
@@ -36,29 +33,41 @@ _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3
 
 
-class LiveClient(ABC):
-    """One connection's life: accept, messages, at most one stream at a time, close."""
+class ConnectionHandler(ABC):
+    """One WebSocket connection from handshake to close: accept, receive messages, close with a code and a reason.
+
+    Endpoints subclass it and define their messages.
+    """
 
     door: str
-    """For the log and the metrics."""
+    """Name of the endpoint in log lines and metrics."""
+    subprotocol = "omni.v1"
+    """Sent back to a client that offers it, because browsers require a reply to what they offer."""
 
-    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
+    def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int | None = None) -> None:
+        """Initialize the handler.
+
+        Args:
+            manager: Sessions of this process.
+            websocket: The connection, not accepted yet.
+            max_strikes: Malformed messages that end the connection. Default: `Connection`'s.
+        """
         self.manager, self.limits, self.facts = manager, manager.limits, manager.facts
-        self.connection = Connection(websocket, manager.limits, _MAX_STRIKES)
+        strikes = () if max_strikes is None else (max_strikes,)
+        self.connection = Connection(websocket, manager.limits, *strikes)
         manager.connections.add(self.connection)
         self._offered: list[str] = websocket.scope.get("subprotocols") or []
-        self.session: Session | None = None
-        self._stream: asyncio.Task[None] | None = None
-        self._num_messages = 0
+        self._texts = TextFrames()
         self._end = "client left"
 
     @property
+    @abstractmethod
     def is_active(self) -> bool:
-        """Whether chunks are being made for this client; if not, its silence is idleness."""
-        return self._stream is not None and not self._stream.done()
+        """Whether work for this client is in progress; otherwise its silence counts as idle time."""
 
     async def run(self) -> None:
-        await self.connection.accept(SUBPROTOCOL if SUBPROTOCOL in self._offered else None)
+        """Serve the connection until either side closes it."""
+        await self.connection.accept(self.subprotocol if self.subprotocol in self._offered else None)
         started_s = time.monotonic()
         try:
             await self.begin()
@@ -74,20 +83,59 @@ class LiveClient(ABC):
             await self.connection.close(Close.INTERNAL, self._end)
         finally:
             await self.stop()
-            seconds = time.monotonic() - started_s
-            logger.info("%s ended after %.1f s and %d messages: %s", self.door, seconds, self._num_messages, self._end)
+            self._log_end(time.monotonic() - started_s)
+
+    def _log_end(self, seconds: float) -> None:
+        logger.info("%s ended after %.1f s: %s", self.door, seconds, self._end)
 
     def receive(self) -> Awaitable[bytes | str]:
         return self.connection.receive(busy=lambda: self.is_active)
 
-    # -- for doors -----------------------------------------------------------------------------------------------
+    async def end_with(self, error: DoorError) -> None:
+        """Send the client the error and close: every end has a close code and a reason."""
+        self._end = f"{error.code}: {error.message}"
+        if error.close is Close.SLOW_CONSUMER:
+            self.connection.cut_soon()
+        try:
+            await self.tell(error)
+        except ClientGone:
+            return
+        await self.connection.close(error.close or Close.INTERNAL, error.message)
 
-    async def begin(self) -> None:  # noqa: B027  (most doors say nothing first)
+    # -- for endpoints -------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:  # noqa: B027  (most endpoints send nothing first)
         """Work before the first message of the receive loop."""
 
     @abstractmethod
     async def take(self, data: bytes | str) -> None:
         """Act on one message. A `DoorError` raised here ends the connection."""
+
+    @abstractmethod
+    async def tell(self, error: DoorError) -> None:
+        """Send an error message."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Cancel what runs for this client. Called once, at the end of the connection."""
+
+
+class LiveClient(ConnectionHandler):
+    """A connection with at most one stream at a time."""
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
+        super().__init__(manager, websocket, _MAX_STRIKES)
+        self.session: Session | None = None
+        self._stream: asyncio.Task[None] | None = None
+        self._num_messages = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether chunks are being made for this client; if not, its silence is idleness."""
+        return self._stream is not None and not self._stream.done()
+
+    def _log_end(self, seconds: float) -> None:
+        logger.info("%s ended after %.1f s and %d messages: %s", self.door, seconds, self._num_messages, self._end)
 
     @abstractmethod
     async def deliver(self, payload: Any) -> None:
@@ -96,10 +144,6 @@ class LiveClient(ABC):
     @abstractmethod
     async def complete(self) -> None:
         """The stream has come to its planned end: say so and close."""
-
-    @abstractmethod
-    async def tell(self, error: DoorError) -> None:
-        """Send an error message."""
 
     # -- the stream ----------------------------------------------------------------------------------------------
 
@@ -160,17 +204,6 @@ class LiveClient(ABC):
             logger.exception("%s stream failed", self.door)
             await self.end_with(DoorError("engine_error", "internal error; the server's log has details"))
 
-    async def end_with(self, error: DoorError) -> None:
-        """Tell the client the error and close: every end has a close code and a reason."""
-        self._end = f"{error.code}: {error.message}"
-        if error.close is Close.SLOW_CONSUMER:
-            self.connection.cut_soon()
-        try:
-            await self.tell(error)
-        except ClientGone:
-            return
-        await self.connection.close(error.close or Close.INTERNAL, error.message)
-
     async def stop(self) -> None:
         """Cancel the stream and free the world and its place; idempotent."""
         session, self.session = self.session, None
@@ -186,21 +219,27 @@ class LiveClient(ABC):
             self.manager.forget_if_empty(session)
 
 
-class LiveDoor:
-    """A streaming door in one API server process; `serve` runs one connection."""
+class RealtimeEndpoint:
+    """A realtime WebSocket endpoint in one API server process."""
 
-    client: type[LiveClient]
+    def __init__(
+        self, manager: SessionManager, handler: Callable[[SessionManager, WebSocket], ConnectionHandler]
+    ) -> None:
+        """Initialize the endpoint.
 
-    def __init__(self, manager: SessionManager) -> None:
-        self.manager = manager
+        Args:
+            manager: Sessions of this process; its gate admits connections.
+            handler: Creates the handler of one connection.
+        """
+        self._manager, self._handler = manager, handler
 
     async def serve(self, websocket: WebSocket) -> None:
-        """Run one connection from handshake to close."""
-        async with self.manager.gate.admit(websocket) as admitted:
+        """Serve one connection from handshake to close."""
+        async with self._manager.gate.admit(websocket) as admitted:
             if admitted:
                 # In a task of its own, because a message wakes every coroutine of the task that waits for it, and the
                 # layers of middleware above this one are more than a dozen.
-                await asyncio.create_task(self.client(self.manager, websocket).run())
+                await asyncio.create_task(self._handler(self._manager, websocket).run())
 
 
 class TextFrames:

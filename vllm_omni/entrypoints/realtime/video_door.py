@@ -29,7 +29,7 @@ from vllm_omni.entrypoints.realtime.engine import WORLD_POSES
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
-from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, LiveDoor, MediaClock, TextFrames
+from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, MediaClock, RealtimeEndpoint, TextFrames
 from vllm_omni.entrypoints.realtime.pose_track import Command, PoseTrack, Progress, walks
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
@@ -410,5 +410,6 @@ def _json(message: dict[str, Any]) -> str:
     return msgspec.json.encode(message).decode()
 
 
-class VideoDoor(LiveDoor):
-    client = _Client
+def video_endpoint(manager: SessionManager) -> RealtimeEndpoint:
+    """Return vLLM-Omni's endpoint over these sessions."""
+    return RealtimeEndpoint(manager, _Client)

@@ -2,14 +2,17 @@
 """Models beside tensors recorded from their original implementations, a module a family: `vllm-omni verify`."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vllm_omni.model_executor.models.registry import family_names
 
 if TYPE_CHECKING:
     from vllm_omni.testing.parity.comparison import Report
 
-FAMILIES = ("causal_wan", "lance", "lingbot_world", "matrix_game", "waypoint")
-"""The families that have recorded tensors to be compared with."""
+FAMILIES = tuple(name for name in family_names() if find_spec(f"{__name__}.{name}") is not None)
+"""Families with recorded tensors: those of the registry that have a module here."""
 
 
 def verify(family: str, golden: Path) -> "Report":

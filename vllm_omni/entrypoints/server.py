@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an API server of a video or image model adds to vLLM's: the table of endpoints and the order of middleware.
+
+A new endpoint is a class with `add_routes` and `start`, and one row of `ENDPOINTS`. An endpoint that serves one
+WebSocket connection at a time needs no class of that kind: `WebSocketEndpoint` takes its paths and its handler.
+"""
+
+import asyncio
+import logging
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.responses import Response
+from starlette.websockets import WebSocket
+from vllm.engine.protocol import EngineClient
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints import websocket as websocket_options
+from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
+from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
+from vllm_omni.entrypoints.drain import GracefulStop
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.engine_watch import EngineWatch
+from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.entrypoints.flood_delay import FloodDelay
+from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
+from vllm_omni.entrypoints.openai import adapter_route
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.operations import Operations
+from vllm_omni.entrypoints.owner_lock import Spool
+from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
+from vllm_omni.entrypoints.readiness import Readiness, ReadyRoute
+from vllm_omni.entrypoints.realtime import generate_door, video_door, world_camera
+from vllm_omni.entrypoints.realtime.engine import WorldEngine
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.live import RealtimeEndpoint
+from vllm_omni.entrypoints.realtime.mobility import SessionMobility
+from vllm_omni.entrypoints.realtime.recorder import Recorder, recording_header
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.session_routes import SessionRoutes
+from vllm_omni.entrypoints.webui import pages
+
+_CODEC_THREADS: Final = 4
+_HEADER_BYTES: Final = 16 << 20
+"""Upper bound of a snapshot's size in addition to its tensors."""
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+@dataclass
+class ServerContext:
+    """What endpoints may use after the engine has started.
+
+    Endpoints start in the order of `ENDPOINTS`; each may replace `media_bytes` and append to `room_checks`.
+    """
+
+    client: EngineClient
+    """vLLM's engine client of this API server process."""
+    args: Namespace
+    """The server's parsed arguments."""
+    omni: OmniConfig
+    """Options of this package."""
+    limits: DoorLimits
+    """Limits of WebSocket connections and sessions."""
+    ranks: SessionRanks
+    """Which data-parallel rank serves a session; shared by all endpoints."""
+    threads: Executor
+    """Threads that decode images and encode frames."""
+    sessions: SessionManager
+    """Live sessions of this process; unused by a model without sessions."""
+    served: ServedModel
+    """Names, capabilities and sizes of the served model."""
+    engine: OmniEngine
+    """Requests and collective calls of this package."""
+    room_checks: list[Callable[[], bool]] = field(default_factory=list)
+    """The server accepts new work if all of them return True."""
+    media_bytes: Callable[[], int] = int
+    """Returns the bytes of stored media files. May block: call it in a thread."""
+
+    @property
+    def is_world(self) -> bool:
+        """Whether the model keeps sessions that are steered while they run."""
+        return self.served.capabilities.is_world
+
+    @classmethod
+    async def create(
+        cls, client: EngineClient, state: State, args: Namespace, operations: Operations
+    ) -> "ServerContext":
+        """Build the context of one API server process and start what all endpoints share."""
+        omni = OmniConfig.from_additional_config(client.vllm_config.additional_config)
+        await operations.start(client, omni)
+        limits = DoorLimits.from_env()
+        name = args.served_model_name[0] if args.served_model_name else Path(args.model).name
+        names = list(dict.fromkeys([*(args.served_model_name or [args.model]), name]))
+        ranks = SessionRanks(num_ranks(client.vllm_config), offset=os.getpid())
+        threads = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
+        recorder = None
+        if omni.record_dir is not None:
+            recorder = Recorder(Path(omni.record_dir), recording_header(client.vllm_config))
+        sessions = SessionManager(
+            WorldEngine(client, ranks, recorder),
+            WorldFacts.from_vllm_config(client.vllm_config, model=name),
+            limits,
+            threads,
+            args.allowed_origins,
+            operations.quotas,
+        )
+        # vLLM lists these adapters at /v1/models; the state has them before it starts endpoint plugins.
+        adapters = state.openai_serving_models.lora_requests
+        served = replace(ServedModel.from_vllm_config(client.vllm_config, names), adapters=lambda: adapters)
+        return cls(client, args, omni, limits, ranks, threads, sessions, served, OmniEngine(client, ranks))
+
+
+class Endpoint(Protocol):
+    """One row of `ENDPOINTS`."""
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        """Add the routes while vLLM builds the application. Return the paths that need no API key."""
+        ...
+
+    async def start(self, server: ServerContext) -> None:
+        """Prepare for requests. Called once, after the engine has started and before the server listens."""
+        ...
+
+
+class WebSocketEndpoint:
+    """A WebSocket endpoint of models with sessions; other models answer the handshake with 404."""
+
+    def __init__(self, paths: Sequence[str], create: Callable[[ServerContext], RealtimeEndpoint]) -> None:
+        """Initialize the endpoint.
+
+        Args:
+            paths: Paths that lead to it.
+            create: Builds the endpoint after the engine has started.
+        """
+        self._paths, self._create = paths, create
+        self._endpoint: RealtimeEndpoint | None = None
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        for path in self._paths:
+            app.add_api_websocket_route(path, self._serve)
+        return ()
+
+    async def start(self, server: ServerContext) -> None:
+        if server.is_world:
+            self._endpoint = self._create(server)
+
+    async def _serve(self, websocket: WebSocket) -> None:
+        if self._endpoint is None:
+            await websocket.send_denial_response(Response("the served model is no world", 404))
+        else:
+            await self._endpoint.serve(websocket)
+
+
+def _world_camera(server: ServerContext) -> RealtimeEndpoint:
+    max_bytes = websocket_options.WebSocketOptions.from_args(server.args).max_bytes
+    return world_camera.world_camera_endpoint(server.sessions, max_bytes)
+
+
+class OpenAIEndpoint:
+    """OpenAI's image, video and chat routes."""
+
+    def __init__(self) -> None:
+        self._routes = OpenAIRoutes()
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        self._routes.attach(app)
+        return ()
+
+    async def start(self, server: ServerContext) -> None:
+        self._routes.start(server.engine, server.served, server.limits, server.threads)
+        server.room_checks.append(self._routes.has_room)
+        server.media_bytes = self._routes.media_bytes
+
+
+class AdapterEndpoint:
+    """`/v1/load_lora_adapter`: vLLM's route with a status for adapters that do not fit."""
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        adapter_route.attach(app)
+        return ()
+
+    async def start(self, server: ServerContext) -> None:
+        pass
+
+
+class SessionsEndpoint:
+    """`/v1/sessions`: snapshots of live sessions."""
+
+    def __init__(self) -> None:
+        self._routes = SessionRoutes()
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        self._routes.attach(app)
+        return ()
+
+    async def start(self, server: ServerContext) -> None:
+        if not server.is_world:
+            return
+        omni = server.omni
+        spool = Spool(Path(omni.snapshot_dir or tempfile.gettempdir()))
+        drained = None if omni.drain_snapshot_dir is None else Path(omni.drain_snapshot_dir)
+        mobility = SessionMobility(server.sessions, spool, drained, omni.checkpoint_s)
+        (stats, *_) = await server.engine.session_stats()
+        world_size = server.client.vllm_config.parallel_config.world_size
+        max_bytes = None if stats["max_bytes"] is None else stats["max_bytes"] * world_size + _HEADER_BYTES
+        self._routes.start(mobility, max_bytes)
+        await asyncio.to_thread(mobility.sweep)
+        if count := await mobility.take_over():
+            logger.info("sessions_taken_over count=%d", count)
+
+
+class ReadyEndpoint:
+    """`/omni/ready`. Follows every endpoint that appends to `room_checks`."""
+
+    def __init__(self) -> None:
+        self._route = ReadyRoute()
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        self._route.attach(app)
+        return ()
+
+    async def start(self, server: ServerContext) -> None:
+        sessions = server.sessions
+        self._route.readiness = Readiness(
+            server.engine,
+            read_struct(MediaLimits).stats_interval_s,
+            has_room=lambda: sessions.has_room and all(check() for check in server.room_checks),
+            can_make_room=(lambda: sessions.can_make_room) if server.is_world else None,
+            media_bytes=server.media_bytes,
+            reply_bytes=lambda: sessions.held_bytes,
+        )
+
+
+class WebPageEndpoint:
+    """The web page, which needs no key: it asks for one."""
+
+    def __init__(self) -> None:
+        self._is_world = True
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        return pages.attach(app, Path(app.state.args.model), lambda: self._is_world)
+
+    async def start(self, server: ServerContext) -> None:
+        self._is_world = server.is_world
+        if (address := pages.address(server.args)) is not None:
+            logger.info("web page: %s", address)
+
+
+ENDPOINTS: Final[tuple[Callable[[], Endpoint], ...]] = (
+    lambda: WebSocketEndpoint(world_camera.PATHS, _world_camera),
+    lambda: WebSocketEndpoint(generate_door.PATHS, lambda server: generate_door.generate_endpoint(server.sessions)),
+    lambda: WebSocketEndpoint(video_door.PATHS, lambda server: video_door.video_endpoint(server.sessions)),
+    OpenAIEndpoint,
+    AdapterEndpoint,
+    SessionsEndpoint,
+    ReadyEndpoint,
+    WebPageEndpoint,
+)
+"""All endpoints, in the order in which they start."""
+
+
+class OmniServer:
+    """Endpoints, middleware and life cycle of one API server process."""
+
+    def __init__(self) -> None:
+        self._endpoints = [create() for create in ENDPOINTS]
+        self._operations = Operations()
+        self._stop = GracefulStop()
+        self._watch = EngineWatch()
+
+    def attach(self, app: FastAPI) -> None:
+        """Add all routes and middleware. Middleware that is added later sees a request earlier."""
+        limits = DoorLimits.from_env()
+        open_paths = [path for endpoint in self._endpoints for path in endpoint.add_routes(app)]
+        websocket_options.apply_at_startup(app, limits.frame_budget)
+        HandshakeGuard(limits.handshake_timeout_s).attach(app)
+        app.add_middleware(BodyPace, limits=read_struct(BodyLimits))
+        app.add_middleware(FloodDelay)
+        self._stop.attach(app)
+        self._watch.attach(app)
+        self._operations.attach(app)
+        BrowserAccess(configured_keys(app.state.args)).attach(app, open_paths=open_paths)
+
+    async def start(self, client: EngineClient, state: State, args: Namespace) -> None:
+        """Start every endpoint, the graceful stop and the watch over the engine."""
+        server = await ServerContext.create(client, state, args, self._operations)
+        for endpoint in self._endpoints:
+            await endpoint.start(server)
+        sessions, engine = server.sessions, server.engine
+        self._stop.start(lambda: sessions.drain.run(sessions), server.omni.drain_timeout_s)
+        self._watch.start(
+            lambda: engine.is_dead,
+            await engine.process_ids(),
+            server.omni.rank_timeout_s,
+            sessions.engine_died,
+        )
