@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/user_guide/engine_arguments.md from the table; tests/test_engine_arguments.py holds it to be up to date.
+"""Writes docs/reference/engine_arguments.md from the table; tests/test_engine_arguments.py holds it to be up to date.
 
 python scripts/engine_arguments.py
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_omni.engine_arguments.table import ROWS, Row, Verdict
 
-PAGE = Path(__file__).parents[1] / "docs" / "user_guide" / "engine_arguments.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "engine_arguments.md"
 
 HEAD = """# vLLM's engine arguments
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/user_guide/options.md from the classes that read the options; tests/docs/test_options_page.py holds it.
+"""Writes docs/reference/options.md from the classes that read the options; tests/docs/test_options_page.py holds it.
 
 python scripts/options.py
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-PAGE = Path(__file__).parents[1] / "docs" / "user_guide" / "options.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "options.md"
 WORKER = "vllm_omni.config:OmniConfig"
 MODEL = "vllm_omni.model_executor.model_options:ModelOptions"
 STREAMING = "vllm_omni.model_executor.streaming.options:StreamingOptions"

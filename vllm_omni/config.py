@@ -41,10 +41,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     vae_parallel: the ranks of `--tensor-parallel-size` (Ulysses too) decode each frame together, a band of rows each.
     False = the first of them decodes alone, which keeps frames bit for bit those of one GPU.
     chunks_in_flight: chunks of one session that may be at work at once, each a step behind the one before it; for
-    models whose chunks see earlier ones as noisy as themselves (docs/user_guide/parallelism.md). pipeline: each stage
+    models whose chunks see earlier ones as noisy as themselves (docs/how_to/parallelism.md). pipeline: each stage
     of `--pipeline-parallel-size` owns `blocks` of the network's layers, or (`temporal`) one denoise step.
     scheduling: whose turn it is. `fifo`: in order of arrival, chunk after chunk. `deadline`: whose result is due first
-    takes the next denoise step, in batches no larger than deadlines allow (docs/user_guide/scheduling.md).
+    takes the next denoise step, in batches no larger than deadlines allow (docs/how_to/scheduling.md).
     target_fps: frames a second that realtime doors hold for a client who names no rate; a stream that cannot be held
     is refused with `capacity`. degradations: quality losses allowed for a chunk that would be late, cheapest first.
     snapshot_dir: where snapshots of sessions lie on their way to and from clients; every rank must see it. None = the
@@ -54,11 +54,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     stopped, cut off), until all of them end and the engine is reported dead; None = for as long as vLLM waits.
     drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
     drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
-    quotas: a TOML file with limits per API key (docs/user_guide/operators.md); None = all keys share the capacity.
+    quotas: a TOML file with limits per API key (docs/how_to/operators.md); None = all keys share the capacity.
     checkpoint_s: also save there, every so many seconds, each session that has moved on, for a server that starts
     after a crash; less often if that would cost the engine more than 1.5 % of its time. None = only when told to stop.
     dequantize: read quantized weights back into `--dtype` while they are loaded; for a format the device cannot compute
-    in (docs/user_guide/quantization.md).
+    in (docs/how_to/quantization.md).
     max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may
     be asked for, besides the last.
     model: options of the model itself.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit statuses of this package's processes, as docs/user_guide/operations.md lists them."""
+"""Exit statuses of this package's processes, as docs/how_to/operations.md lists them."""
 
 from typing import Final
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat answer streamed as text, then its hidden states, from a running server (docs/user_guide/hidden_states.md).
+"""A chat answer streamed as text, then its hidden states, from a running server (docs/how_to/hidden_states.md).
 
     python examples/online_serving/hidden_states.py --url http://127.0.0.1:8000 "What is a tree?"
 

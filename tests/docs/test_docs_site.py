@@ -59,4 +59,4 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Strict: a page outside the navigation, a dead link or a dead anchor ends it. `make nightly` installs MkDocs."""
     assert script.main(tmp_path) == 0
     assert "vllm_omni" in (tmp_path / "index.html").read_text()
-    assert (tmp_path / "docs" / "user_guide" / "serving.html").is_file()
+    assert (tmp_path / "docs" / "how_to" / "serving.html").is_file()

@@ -16,7 +16,7 @@ from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.realtime.errors import RETRYABLE, Close
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
-GUIDE = docs.REPO / "docs" / "user_guide"
+DOCS = docs.REPO / "docs"
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "Mi": 1 << 20, "Mpx": 1 << 20}
 
 
@@ -26,7 +26,7 @@ def defaults(*structs: type[msgspec.Struct]) -> dict[str, Any]:
 
 def rows(page: str, prefix: str) -> Iterator[tuple[str, str]]:
     """(name without `prefix`, default) of each table row of `page` that begins with names, which may be several."""
-    for line in (GUIDE / page).read_text().splitlines():
+    for line in (DOCS / page).read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         names = re.findall(rf"`(?:omni\.)?{prefix}([a-zA-Z_]+)`", cells[1]) if len(cells) > 3 else []
         shown = [part.strip() for part in cells[2].split(",")] if len(names) > 1 else cells[2:3]
@@ -51,18 +51,18 @@ def wrong_numbers(page: str, prefix: str, fields: Mapping[str, Any]) -> dict[str
 
 def test_the_serving_page_names_every_option() -> None:
     """`omni.*`: the table has them all and nothing else."""
-    assert {name for name, _ in rows("serving.md", "")} == set(defaults(OmniConfig))
+    assert {name for name, _ in rows("how_to/serving.md", "")} == set(defaults(OmniConfig))
 
 
 @pytest.mark.parametrize(
     ("page", "prefix", "structs"),
     [
-        ("serving.md", "", [OmniConfig]),
-        ("hidden_states.md", "", [OmniConfig]),
-        ("hidden_states.md", PREFIX, [StoreLimits]),
-        ("realtime_world_camera.md", PREFIX, [DoorLimits]),
-        ("realtime_video.md", PREFIX, [DoorLimits]),
-        ("images_and_videos_api.md", "", [DoorLimits, MediaLimits]),
+        ("how_to/serving.md", "", [OmniConfig]),
+        ("how_to/hidden_states.md", "", [OmniConfig]),
+        ("how_to/hidden_states.md", PREFIX, [StoreLimits]),
+        ("reference/realtime_world_camera.md", PREFIX, [DoorLimits]),
+        ("reference/realtime_video.md", PREFIX, [DoorLimits]),
+        ("reference/images_and_videos_api.md", "", [DoorLimits, MediaLimits]),
     ],
 )
 def test_defaults_are_those_that_hold(page: str, prefix: str, structs: list[type[msgspec.Struct]]) -> None:
@@ -72,15 +72,15 @@ def test_defaults_are_those_that_hold(page: str, prefix: str, structs: list[type
 
 def test_every_bound_of_the_doors_is_in_a_table() -> None:
     """What an operator may set is somewhere in the guide."""
-    pages = ("realtime_world_camera.md", "realtime_video.md", "hidden_states.md")
+    pages = ("reference/realtime_world_camera.md", "reference/realtime_video.md", "how_to/hidden_states.md")
     named = {name.lower() for page in pages for name, _ in rows(page, PREFIX)}
-    named |= {name.lower() for name, _ in rows("images_and_videos_api.md", "")}
+    named |= {name.lower() for name, _ in rows("reference/images_and_videos_api.md", "")}
     assert set(defaults(DoorLimits, MediaLimits, StoreLimits)) - named == set()
 
 
 def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
     """What may be tried again, and every close code."""
-    page = (GUIDE / "realtime_world_camera.md").read_text()
+    page = (DOCS / "reference" / "realtime_world_camera.md").read_text()
     again = page.split("\n- try again: ")[1].split("\n- ")[0]
     assert set(re.findall(r"`([a-z_]+)`", again)) - {"retry_after_ms"} == RETRYABLE
     assert set(map(int, re.findall(r"^\| (\d{4}) \|", page, re.M))) - {1009} == set(Close), "1009 is uvicorn's"
@@ -88,4 +88,4 @@ def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
 
 def test_a_wrong_number_is_found() -> None:
     """The check can fail."""
-    assert wrong_numbers("serving.md", "", {"max_sessions": 9}) == {"max_sessions": ("8", 9)}
+    assert wrong_numbers("how_to/serving.md", "", {"max_sessions": 9}) == {"max_sessions": ("8", 9)}

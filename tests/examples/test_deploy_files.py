@@ -83,7 +83,7 @@ def test_the_units_command_is_one_that_the_server_takes() -> None:
 
 
 def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_after_nothing_else() -> None:
-    statuses = re.findall(r"^\| (\d+)", (REPO / "docs/user_guide/operations.md").read_text(), re.M)
+    statuses = re.findall(r"^\| (\d+)", (REPO / "docs/how_to/operations.md").read_text(), re.M)
     assert only("Restart") == "on-failure"
     ignored = {only("RestartPreventExitStatus"), only("SuccessExitStatus")}
     assert ignored == {"2", "130"} and ignored < set(statuses)
@@ -160,7 +160,7 @@ def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
 
 def test_every_docker_run_makes_room_for_the_engines_messages() -> None:
     """Docker's 64 MB of /dev/shm end a server with a bus error."""
-    texts = [*DOCKERFILES, REPO / "docs/user_guide/operators.md"]
+    texts = [*DOCKERFILES, REPO / "docs/how_to/operators.md"]
     ran = [line for path in texts for line in re.findall(r"docker run (?:.*\\\n)*.*", path.read_text())]
     assert len(ran) >= 4 and all("--shm-size" in line for line in ran)
 

@@ -129,7 +129,7 @@ ROWS = (
     ),
     Row(
         "enable_lora",
-        honoured("adapters of Wan models, Matrix-Game and Lance: docs/user_guide/lora.md"),
+        honoured("adapters of Wan models, Matrix-Game and Lance: docs/how_to/lora.md"),
         refused("name adapters in omni.model.loras, or load them with the RPC load_lora; requests choose in options"),
     ),
     Row("max_loras", honoured("adapters in the device's memory, so the most that act on one chunk"), NO_EFFECT),

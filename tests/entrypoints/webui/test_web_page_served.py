@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page as `vllm serve MODEL --omni --api-key` serves it: a real engine, the shipped world, headless Chromium.
 
-`OMNI_SCREENSHOT=docs/user_guide/web_page.png pytest THIS_FILE` writes the picture in the guide anew.
+`OMNI_SCREENSHOT=docs/how_to/web_page.png pytest THIS_FILE` writes the picture in the guide anew.
 """
 
 import base64

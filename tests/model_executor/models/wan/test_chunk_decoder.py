@@ -124,7 +124,7 @@ def test_how_far_a_restart_is_from_never_having_stopped(decoder: ChunkDecoder, l
     """Mean difference, relative to the deviation of what was streamed: it fades chunk by chunk.
 
     Of random weights (which look back as far and as hard as nothing trained does), so an upper bound rather than an
-    example; docs/user_guide/scheduling.md says the same numbers.
+    example; docs/how_to/scheduling.md says the same numbers.
     """
     found, _ = run(decoder, latents.split(CHUNK, dim=2), (3,))
     whole, _ = run(decoder, latents.split(CHUNK, dim=2), ())
