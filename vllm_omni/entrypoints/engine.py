@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OmniEngine`: every door's way to vLLM's engine. One call = one pooling request (a chunk, some images, a video).
+"""`OmniEngine`: the interface of all endpoints to vLLM's engine.
 
-Everything here is stock `EngineClient` surface: `encode`, `abort`, `collective_rpc`. Torch stops at this file: doors
-see NumPy. Failures are `RequestFailed` with the codes of the worker (`capacity` also for an engine that is paused or
-whose queue is full), and three more made here: `cancelled` (the engine ended the request), `engine_error` (it failed
-on it) and `engine_dead` (nothing will be answered any more). Held by tests/entrypoints/test_engine_refusals.py.
+One call is one pooling request: a chunk, a set of images or a video. The class uses only public
+methods of stock `EngineClient` (`encode`, `abort`, `collective_rpc`) and converts between NumPy and
+torch, so endpoints only handle NumPy arrays.
 
-With data parallelism a request is sent to the rank that `SessionRanks` names (`AsyncLLM.add_request`, because stock
-`encode` takes no rank), and the workers' answers are gathered over all ranks.
+Failures are `RequestFailed` with the worker's error codes. Three codes originate here: `cancelled`
+(the engine ended the request), `engine_error` (the request failed in the engine) and `engine_dead`
+(the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
+
+With data parallelism, `SessionRanks` selects the rank of a request. Such requests use
+`AsyncLLM.add_request`, because stock `encode` takes no rank. Results of workers are gathered over
+all ranks.
 """
 
 import asyncio
@@ -55,11 +59,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class OmniEngine:
-    """ranks: where sessions are, shared by all users of `client`; None = there is one rank."""
+    """Requests and collective calls of this package.
+
+    Args:
+        client: vLLM's engine client.
+        ranks: Data-parallel rank of each session, shared by all users of `client`. Default: the
+            engine has one rank.
+    """
 
     def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
         self._client = client
-        self._process, self._numbers = secrets.token_hex(8), itertools.count()  # of requests: unique in the engine
+        # request ids are unique in the engine
+        self._process, self._numbers = secrets.token_hex(8), itertools.count()
         self._ranks = ranks if ranks is not None and ranks.size > 1 else None
         self._logs_chunks = logger.isEnabledFor(logging.DEBUG)
 
@@ -70,9 +81,19 @@ class OmniEngine:
     def run(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray]
     ) -> Coroutine[Any, Any, tuple[dict[str, Any], dict[str, np.ndarray]]]:
-        """Run one request: `(meta, arrays)`, the arrays being views into the engine's answer.
+        """Run one request.
 
-        Raises `RequestFailed`. When cancelled, the engine drops the request before its next denoise step.
+        Cancelling the call aborts the request before its next denoise step.
+
+        Args:
+            params: Parameters of the request.
+            arrays: Input arrays by name.
+
+        Returns:
+            `(meta, arrays)`. The arrays are views of the engine's result.
+
+        Raises:
+            RequestFailed: The request was refused, was aborted or failed.
         """
         if self._ranks is None:
             return self._run(params, arrays, None)
@@ -81,7 +102,7 @@ class OmniEngine:
     async def _run(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        # The engine's log lines name a request by this.
+        # The engine's log lines contain this id.
         request_id = "-".join(["omni", *log_context.current().values(), self._process, str(next(self._numbers))])
         sent_s = time.monotonic()
         try:
@@ -89,17 +110,19 @@ class OmniEngine:
             answer: PoolingRequestOutput | None = None
             async for output in self._answers(params.to_pooling_params(tensors), request_id, rank):
                 answer = output
-            if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
+            # stock vLLM's result of an aborted request
+            if answer is None or answer.outputs.data.numel() == 0:
                 raise RequestFailed("cancelled", "the request was cancelled")
             meta, results = unpack_arrays(answer.outputs.data)
             if self._logs_chunks and "chunk_index" in meta:
                 _log_chunk(meta, time.monotonic() - sent_s)
             return meta, results
         except asyncio.CancelledError:
-            await self._client.abort(request_id)  # a dropped `encode` generator does not; unknown ids are ignored
+            # Closing the `encode` generator does not abort. The engine ignores unknown ids.
+            await self._client.abort(request_id)
             raise
         except RequestFailed as failure:
-            # The engine knows sessions by ids made here; a client knows its own.
+            # The message may name the session by the engine's id, which clients do not know.
             raise RequestFailed(
                 failure.code, failure.message.replace(repr(params.session_id), "this session")
             ) from None
@@ -110,6 +133,8 @@ class OmniEngine:
         except (RetryableRequestError, GracefulHTTPError) as error:  # paused, or its queue is full
             raise RequestFailed("capacity", "the engine takes no requests now; try again later") from error
         except (EngineGenerateError, GenerationError) as error:
+            # When one of several ranks dies, stock vLLM stops the others, and their requests end
+            # like this.
             if self.is_dead:  # with several ranks, those that stock vLLM stops after another's death end like this
                 raise RequestFailed("engine_dead", _DEAD) from None
             raise RequestFailed(
@@ -117,7 +142,7 @@ class OmniEngine:
             ) from error
 
     def _answers(self, params: PoolingParams, request_id: str, rank: int | None) -> AsyncIterator[PoolingRequestOutput]:
-        """The engine's answers to one request; the last one is whole."""
+        """Yield the engine's outputs for one request. The last one is complete."""
         headers = tracing().engine_headers()
         trace: dict[str, Any] = {} if headers is None else {"trace_headers": headers}
         if rank is None:
@@ -133,7 +158,7 @@ class OmniEngine:
             yield queue.get_nowait() or await queue.get()  # type: ignore[misc]
         except (asyncio.CancelledError, EngineDeadError, VLLMClientError, GracefulHTTPError, GenerationError):
             raise
-        except Exception as error:  # as stock `encode` does
+        except Exception as error:  # the same conversion as in stock `encode`
             await self._client.abort(request_id)
             raise EngineGenerateError from error
         finally:
@@ -142,9 +167,19 @@ class OmniEngine:
     async def run_when_room(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], *, timeout_s: float, wait_s: float
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Like `run`, but while the engine answers `capacity`, ask again for up to `wait_s`.
+        """Run one request, and retry while the engine refuses it with `capacity`.
 
-        timeout_s: an attempt that takes longer is aborted. Raises `RequestFailed`, also with `timeout`.
+        Args:
+            params: Parameters of the request.
+            arrays: Input arrays by name.
+            timeout_s: Time limit of one attempt in seconds. A longer attempt is aborted.
+            wait_s: Time in seconds during which `capacity` is retried.
+
+        Returns:
+            `(meta, arrays)`, as from `run`.
+
+        Raises:
+            RequestFailed: As from `run`, and with `timeout` after `timeout_s`.
         """
         give_up_s = time.monotonic() + wait_s
         pause_s = _FIRST_PAUSE_S
@@ -161,32 +196,72 @@ class OmniEngine:
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 
     async def close(self, session_id: str) -> None:
-        """Free a session's state; unknown ids are fine. Raises `RequestFailed`."""
+        """Free the state of a session. Unknown ids are ignored.
+
+        Raises:
+            RequestFailed: The engine did not run the request.
+        """
         await self.run(DiffusionParams(session_id=session_id, op="close"), {})
 
     async def progress(self) -> dict[str, tuple[int, int]]:
-        """`{session id: (steps done, steps in all)}` of the requests in flight. Raises `RequestFailed`."""
+        """Return `{session id: (finished steps, all steps)}` of the requests in flight.
+
+        Raises:
+            RequestFailed: The engine did not respond.
+        """
         ranks = await self._rpc("request_progress")
         return {str(name): (int(done), int(total)) for rank in ranks for name, (done, total) in rank.items()}
 
     async def session_stats(self) -> list[dict[str, Any]]:
-        """`sessions`, `max_sessions`, `bytes`, `max_bytes` of each data-parallel rank. Raises `RequestFailed`."""
+        """Return the session counts and sizes of each data-parallel rank.
+
+        Returns:
+            One dict per rank: `sessions`, `max_sessions`, `bytes`, `max_bytes`.
+
+        Raises:
+            RequestFailed: The engine did not respond.
+        """
         return await self._rpc("session_stats")
 
     async def process_ids(self) -> list[int]:
-        """The engine's processes on this machine: workers, and engine cores beside them. Raises `RequestFailed`."""
+        """Return the ids of the engine's processes on this machine: workers and engine cores.
+
+        Raises:
+            RequestFailed: The engine did not respond.
+        """
         machine = machine_id()
         workers = [dict(answer) for answers in await self._ask_everybody("engine_processes") for answer in answers]
         return sorted({int(pid) for worker in workers if worker["machine"] == machine for pid in worker["pids"]})
 
     async def save_session(self, session_id: str, path: Path, owner: Mapping[str, str] | None) -> SnapshotHeader:
-        """Write a session, as its last finished chunk left it, to the new file `path`. Raises `RequestFailed`."""
+        """Write a session, as of its last finished chunk, to a new file.
+
+        Args:
+            session_id: The engine's id of the session.
+            path: File to create.
+            owner: Owner that is written to the header. None: the session has no owner.
+
+        Returns:
+            Header of the snapshot.
+
+        Raises:
+            RequestFailed: The session is unknown or could not be written.
+        """
         return await self._exchange(save_exchange(session_id, path, package_version(), owner), session_id)
 
     async def checkpoint_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> tuple[SnapshotHeader, float]:
-        """The same while the engine goes on: `(header, seconds that it cost the engine)`. Raises `RequestFailed`."""
+        """Write a session to a new file without pausing the engine.
+
+        The arguments are those of `save_session`.
+
+        Returns:
+            `(header, seconds)`: header of the snapshot and the time that it cost the engine.
+
+        Raises:
+            RequestFailed: The session is unknown or could not be written.
+        """
         return await self._exchange(checkpoint_exchange(session_id, path, package_version(), owner), session_id)
 
     async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
@@ -195,7 +270,19 @@ class OmniEngine:
         return await run_exchange_async(exchange, lambda call: self._ask_workers(call, rank))
 
     async def restore_session(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
-        """Make a session of a file under a new id: `(header, scalars)`. Raises `RequestFailed`."""
+        """Restore a session from a snapshot file under a new id.
+
+        Args:
+            session_id: The engine's id of the restored session.
+            path: Snapshot file.
+
+        Returns:
+            `(header, scalars)` of the snapshot.
+
+        Raises:
+            RequestFailed: The id is in use (`session_exists`), or the snapshot could not be
+                restored.
+        """
         if self._ranks is not None and self._ranks.rank_of(session_id) is not None:
             raise RequestFailed("session_exists", "a session of this id is live here")
         rank = self._ranks.adopt(session_id) if self._ranks is not None else None
@@ -208,32 +295,45 @@ class OmniEngine:
             raise
 
     async def _ask_workers(self, call: Call, rank: int | None) -> list[dict[str, Any]]:
-        """Ask all workers of one data-parallel rank (the others are asked as well, and refuse or do nothing)."""
+        """Call all workers of one data-parallel rank.
+
+        The call reaches the workers of the other ranks too. They refuse it or do nothing.
+        """
         return (await self._ask_everybody(call.method, call.args))[rank or 0]
 
     async def _rpc(self, method: str) -> list[dict[str, Any]]:
-        """Ask the first worker of every data-parallel rank; waits for the engine steps that run."""
+        """Call the first worker of every data-parallel rank, after the engine step that runs."""
         return [dict(answers[0]) for answers in await self._ask_everybody(method)]
 
     async def _ask_everybody(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
-        """Ask all workers of every data-parallel rank: for each rank, its workers' answers."""
+        """Call all workers of every data-parallel rank.
+
+        Returns:
+            For each rank, the results of its workers.
+        """
         try:
             if self._ranks is None:
                 return [await self._client.collective_rpc(method, args=args)]
             assert isinstance(self._client, AsyncLLM) and isinstance(self._client.engine_core, AsyncMPClient)
-            # Stock `collective_rpc` asks every rank and returns the first one's answer.
+            # Stock `collective_rpc` calls every rank but returns only the first rank's result.
             core = self._client.engine_core
             answers: list[list[Any]] = await core.call_utility_all_async("collective_rpc", method, None, args, None)
             return answers
         except EngineDeadError:
             raise RequestFailed("engine_dead", _DEAD) from None
-        except Exception as error:  # boundary: the worker's exception arrives as a plain one
+        # boundary: every exception of a worker arrives as a plain `Exception`
+        except Exception as error:
             logger.debug("worker RPC %s failed", method, exc_info=True)
-            raise RequestFailed("engine_error", f"the worker did not answer {method}") from error
+            raise RequestFailed("engine_error", f"the worker did not respond to {method}") from error
 
 
 def _log_chunk(meta: Mapping[str, Any], wall_s: float) -> None:
-    """One line for each chunk of any endpoint. wall_s: from the request to its result."""
+    """Log one line for a chunk.
+
+    Args:
+        meta: Metadata of the engine's result.
+        wall_s: Time from request to result in seconds.
+    """
     stages = " ".join(f"{name}={sum(times):.1f}" for name, times in meta.get("timings_ms", {}).items())
     logger.debug(
         "chunk index=%s first_frame=%s frames=%s wall_ms=%.1f %s",

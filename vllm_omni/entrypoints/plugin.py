@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry point: adds this package's endpoints to stock vLLM's API server.
+"""The `vllm.endpoint_plugins` entry point: adds this package's endpoints to stock vLLM's API
+server.
 
-Loaded when `VLLM_PLUGINS` names `vllm_omni` (`vllm serve --omni` sets it) and the served model accepts pooling requests
-of the task `plugin`. `server.py` lists what is added.
+vLLM loads it when `VLLM_PLUGINS` names `vllm_omni` (`vllm serve --omni` sets it) and the served
+model accepts pooling requests of the task `plugin`. `server.py` lists the endpoints.
 """
 
 from argparse import Namespace
@@ -29,12 +30,13 @@ class OmniEndpoints:
         self._server.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
+        # A render-only server has no engine. `required_tasks` excludes this plugin there.
+        if engine_client is None:
             return
-        end_with_parent()  # one of several API server processes
+        end_with_parent()  # this may be one of several API server processes
         await self._server.start(engine_client, state, args)
 
 
 def create_plugin() -> OmniEndpoints:
-    """Return the plugin; named in setup.py's entry points."""
+    """Return the plugin. setup.py names this function as an entry point."""
     return OmniEndpoints()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API server of a video or image model adds to vLLM's: the table of endpoints and the order of middleware.
+"""Endpoints and middleware that this package adds to vLLM's API server.
 
-A new endpoint is a class with `add_routes` and `start`, and one row of `ENDPOINTS`. An endpoint that serves one
-WebSocket connection at a time needs no class of that kind: `WebSocketEndpoint` takes its paths and its handler.
+A new endpoint is a class with `add_routes` and `start`, and one row of `ENDPOINTS`. A WebSocket
+endpoint needs no such class: `WebSocketEndpoint` takes its paths and its handler.
 """
 
 import asyncio
@@ -128,6 +128,11 @@ class Endpoint(Protocol):
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         """Add the routes while vLLM builds the application. Return the paths that need no API key."""
         ...
+        """Add the routes while vLLM builds the application.
+
+        Returns:
+            Paths that clients may request without an API key.
+        """
 
     async def start(self, server: ServerContext) -> None:
         """Prepare for requests. Called once, after the engine has started and before the server listens."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Connection`: one WebSocket of any door, with the deadlines and bounds that a socket alone does not have.
+"""`Connection`: one WebSocket of an endpoint, with deadlines and limits.
 
-Sends have a deadline, receives an idle timeout and a rate, undecodable messages are counted, every end has a close code
-and a reason. A peer that stopped reading is cut off at the transport, because a close frame would only queue behind the
-data it does not read. Held by tests/entrypoints/realtime/{test_connection_sends,test_world_camera*}.py.
+Sends have a deadline. Receives have an idle timeout and a rate limit. Undecodable messages are
+counted. Every connection ends with a close code and a reason. If a peer stops reading, the
+transport is aborted, because a close frame would only queue after the unread data.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ ANONYMOUS: Final = "anonymous"
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 _STRIKES: Final = 3
-_UNSENT_BYTES: Final = 64 * 1024  # the kernel takes this much beyond the bytes under way; more only hides a slow peer
+# The kernel buffers this much in addition to the bytes in transit. A larger buffer only hides a
+# slow peer.
+_UNSENT_BYTES: Final = 64 * 1024
 _STRIKE_WINDOW_S: Final = 10.0
 _VALUES_BURST_S: Final = 2.0
 _LAST_WORDS_S: Final = 1.5
@@ -47,7 +49,10 @@ _REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are
 class Connection:
     """An accepted WebSocket. One task receives; any task may send.
 
-    max_strikes: undecodable messages within 10 s that end it.
+    Args:
+        websocket: The connection.
+        limits: Timeouts and rates.
+        max_strikes: Number of undecodable messages within 10 s that ends the connection.
     """
 
     def __init__(self, websocket: WebSocket, limits: DoorLimits, max_strikes: int = _STRIKES) -> None:
@@ -63,38 +68,46 @@ class Connection:
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
         self._ahead: deque[bytes | str] = deque()
-        """Messages that `read_ahead` received and `receive` has not returned yet."""
+        """Messages that `read_ahead` has received and `receive` has not returned yet."""
         self._values = TokenBucket(limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES))
         self.principal = principal_of(websocket)
-        """Who this is, for telling one client's sessions from another's: never the key itself."""
+        """Identifies the owner of sessions. Derived from the API key, never the key itself."""
         self.client = client_of(websocket)
-        """Who this is for `sessions_per_client` and for quotas."""
+        """Identifies the client for `sessions_per_client` and quotas."""
 
     async def accept(self, subprotocol: str | None) -> None:
         await self._websocket.accept(subprotocol=subprotocol)
         transport = self._transport()
         if transport is not None:
-            transport.set_write_buffer_limits(high=0)  # nor do we: one message at a time waits for the kernel
+            # do not buffer here either: one message at a time waits for the kernel
+            transport.set_write_buffer_limits(high=0)
         raw = transport.get_extra_info("socket") if transport is not None else None
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # The kernel, too, gives up on a peer that acknowledges nothing: pings queue behind unread data.
+            # Pings queue after unread data, so the kernel must also drop a peer that acknowledges
+            # nothing.
             with contextlib.suppress(OSError):  # not a TCP socket
                 timeout_ms = int(3 * self._limits.send_deadline_s * 1000)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     async def receive(self, busy: Callable[[], bool]) -> bytes | str:
-        """Return the next message. `busy()`: whether requests run, which keeps a silent connection open.
+        """Return the next message.
 
-        Raises `ClientGone` when the peer left and `DoorError` with a close code when it was idle or sent too much.
+        Args:
+            busy: Returns whether requests run. The idle timeout does not apply while they do.
+
+        Raises:
+            ClientGone: The client disconnected.
+            DoorError: The connection was idle or exceeded a rate limit. The error has a close code.
         """
         return self._ahead.popleft() if self._ahead else await self._receive(busy)
 
     async def read_ahead(self) -> None:
-        """Keep messages for `receive` until cancelled, so that a peer that leaves is noticed while its request waits.
+        """Buffer messages for `receive` until cancelled, to notice a disconnect while a request
+        waits.
 
-        Stops reading, and so leaves the rest to the peer's own buffers, after `_AHEAD_MESSAGES` messages or
-        `_AHEAD_BYTES` bytes. Raises like `receive`.
+        Stops reading after `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES` bytes; the rest stays in
+        the peer's buffers. Raises like `receive`.
         """
         num_bytes = 0
         while len(self._ahead) < _AHEAD_MESSAGES and num_bytes < _AHEAD_BYTES:
@@ -129,7 +142,13 @@ class Connection:
         return data if data is not None else message["text"]
 
     def fail(self, error: DoorError, patience_s: float) -> None:
-        """Have `receive` raise `error` at once, or within `patience_s` if requests run: they may fail by themselves."""
+        """Make `receive` raise an error.
+
+        Args:
+            error: Error with a close code.
+            patience_s: Time in seconds for requests in flight to fail by themselves. Without such
+                requests the error is raised at once.
+        """
         self._failure, self._fail_by_s = error, time.monotonic() + patience_s
         self._idle_deadline.expire()
 
@@ -142,21 +161,29 @@ class Connection:
         self._arrivals.append(now)
 
     def count_values(self, num_values: int) -> None:
-        """Count the cost of decoding a message. Raises `DoorError` with a close code when that was too much."""
+        """Count the values in a message, which determine the cost of decoding it.
+
+        Raises:
+            DoorError: The rate limit is exceeded. The error has a close code.
+        """
         if not self._values.take(num_values):
             raise DoorError(
                 "rate_limited",
-                f"more than {self._limits.max_values_per_s} values in messages a second; send numbers as arrays",
+                f"more than {self._limits.max_values_per_s} values in messages a second; send values as arrays",
                 close=Close.POLICY,
             )
 
     def undecodable(self, error: CodecError) -> DoorError:
-        """Return the message for the client; too many such messages, or one of too many values, end the connection."""
+        """Return the error to send for an undecodable message.
+
+        It has a close code after too many such messages, or if the message has too many values.
+        """
         close = Close.POLICY if isinstance(error, TooManyValues) else None
         return self.strike(DoorError("invalid_msgpack", str(error), close=close))
 
     def strike(self, error: DoorError) -> DoorError:
-        """Count a message that made no sense; too many within 10 s end the connection."""
+        """Count an invalid message. The error gets a close code if there are too many within 10 s.
+        """
         now = time.monotonic()
         self._strikes.append(now)
         if (
@@ -168,9 +195,13 @@ class Connection:
         return error
 
     async def send(self, *messages: Message) -> None:
-        """Hand messages to the network, none of another task between them, and all of them or none when cancelled.
+        """Send messages without interleaving those of other tasks.
 
-        Raises `ClientGone`; a peer that reads too slowly is closed with 4008.
+        If cancelled, either all or none of the messages are sent. A peer that reads too slowly is
+        closed with 4008.
+
+        Raises:
+            ClientGone: The connection is closed.
         """
         try:
             if self._writer is not None and self._writer.has_room and not self._send_lock.locked():
@@ -178,8 +209,8 @@ class Connection:
                     raise ClientGone
                 self._writer.write(messages)
                 if len(messages) == 1 or self._writer.has_room:
-                    return  # nearly always, without a lock or a timer
-                messages = ()  # they are written, but the kernel has yet to take them
+                    return  # the usual case: no lock and no timer
+                messages = ()  # written, but not yet accepted by the kernel
             async with self._send_lock:
                 if self._closed:
                     raise ClientGone
@@ -202,12 +233,13 @@ class Connection:
                 else:
                     await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
             except asyncio.CancelledError:
-                if number and not self._send_deadline.expired:  # the peer takes whatever comes next for the rest
+                # The peer has part of the messages and would take the next bytes for the rest.
+                if number and not self._send_deadline.expired:
                     await self._send_rest(messages[number:])
                 raise
 
     async def _send_rest(self, messages: tuple[Message, ...]) -> None:
-        """Send them although this task is cancelled; the deadline still holds."""
+        """Finish sending although this task is cancelled. The send deadline still applies."""
         sending = asyncio.ensure_future(self._send_all(messages))
         while not sending.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -215,7 +247,7 @@ class Connection:
             if self._send_deadline.expired:
                 sending.cancel()
         if not sending.cancelled():
-            sending.exception()  # the connection's next send finds it closed
+            sending.exception()  # the connection's next send raises `ClientGone`
 
     def _give_up(self) -> None:
         logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
@@ -223,7 +255,7 @@ class Connection:
         self.cut()
 
     async def close(self, code: Close, reason: str) -> None:
-        """Close with a code and a reason; idempotent, never blocks longer than the send deadline."""
+        """Close with a code and a reason. Idempotent. Takes at most the send deadline."""
         if self._closed or self._websocket.application_state is not WebSocketState.CONNECTED:
             return
         self._closed = True
@@ -235,12 +267,13 @@ class Connection:
             self.cut()
 
     def cut_soon(self) -> None:
-        """Drop the TCP connection in a moment: a slow peer may still get the last messages, or may not."""
+        """Drop the TCP connection after a short delay, in which a slow peer may receive the last
+        messages."""
         if (transport := self._transport()) is not None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
 
     def cut(self) -> None:
-        """Drop the TCP connection with whatever it still had to send."""
+        """Drop the TCP connection and all unsent data."""
         transport = self._transport()
         if transport is not None:
             transport.abort()
@@ -250,7 +283,10 @@ class Connection:
 
 
 def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
-    """The connection's transport in uvicorn; None under another server or over a Unix socket."""
+    """Return the connection's transport in uvicorn.
+
+    Returns None under another server or over a Unix socket.
+    """
     server = getattr(connection.app.state, "server", None)
     if server is None or connection.client is None:
         return None
@@ -263,7 +299,8 @@ def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
 
 
 def principal_of(connection: HTTPConnection) -> str:
-    """Name the client by a digest of its bearer token; vLLM's middleware has checked the token before."""
+    """Return a digest of the request's bearer token. vLLM's middleware has already checked the
+    token."""
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token:
         return ANONYMOUS
@@ -271,20 +308,23 @@ def principal_of(connection: HTTPConnection) -> str:
 
 
 def client_of(connection: HTTPConnection) -> str:
-    """Name the client for what it may have: by its key; without one, clients are told apart by their address."""
+    """Return the client's identity for limits: its API key's digest, or its address without a key.
+    """
     address = connection.client.host if connection.client is not None else "local"
     principal = principal_of(connection)
     return principal if principal != ANONYMOUS else f"address {address}"
 
 
 def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
-    """Whether a browser page may use this server, by the request's `Origin` and `Host`.
+    """Return whether a browser page may use this server, by the request's `Origin` and `Host`.
 
-    Programs other than browsers send no `Origin` and are always allowed: the check protects a browser's user.
+    Clients other than browsers send no `Origin` and are always allowed, because the check protects
+    a browser's user.
 
     Args:
         headers: Headers of an HTTP request or a WebSocket handshake.
-        allowed: Origins from `normalize_origin` that are allowed in addition to the server's own; "*" is any.
+        allowed: Origins, from `normalize_origin`, that are allowed in addition to the server's own.
+            "*" allows any.
     """
     if (origin := headers.get("origin")) is None:
         return True
@@ -296,9 +336,10 @@ def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
 
 
 def normalize_origin(origin: str) -> str:
-    """Return `scheme://host[:port]` in lower case, without the scheme's default port and without a slash at the end.
+    """Return `scheme://host[:port]` in lower case, without the default port and trailing slash.
 
-    `https://Worlds.example:443/` becomes `https://worlds.example`. "null" and "*" stay as they are.
+    For example, `https://Worlds.example:443/` becomes `https://worlds.example`. "null" and "*" stay
+    unchanged.
     """
     scheme, separator, name = origin.rstrip("/").lower().partition("://")
     name = name.removesuffix(_DEFAULT_PORTS.get(scheme, "")).removesuffix(":")

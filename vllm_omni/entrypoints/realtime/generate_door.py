@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door `/v1/realtime_video/generate`: SGLang's wire protocol for live, steered video over the shared session core.
+"""The endpoint `/v1/realtime_video/generate`: SGLang's wire protocol for live, steered video.
 
-Its clients and WebUI work unchanged; a client that names `extensions` in `init` gets more (receipts, credit, pause,
-reset, ping). A message of a type that those clients do not know would swallow their next frame, so none is ever sent to
-one that has not asked. Better than the original where that is invisible: many sessions at once, every end has a close
-frame, a slow reader loses its place, and leaving aborts the running chunk. Held by
-tests/entrypoints/realtime/test_generate_door.py.
+SGLang's clients and web UI work unchanged. A client that names `extensions` in `init` gets
+additional messages: receipts, credit, pause, reset and ping. Other clients never receive them,
+because they would read an unknown message as their next frame.
+
+Differences from the original that clients do not notice: many sessions at a time, a close frame at
+every end, disconnection of slow readers, and abort of the running chunk on disconnect.
 """
 
 import time
@@ -44,7 +45,15 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _KeyedSource(LiveChunks):
-    """Steers the session's chunks by its client's controls. prompt: of `init`, None where the model takes none."""
+    """Samples a client's controls for each chunk.
+
+    Args:
+        init: The client's first message.
+        prompt: Prompt of `init`; None if the model takes no prompt.
+        timed: Prompts with a start time.
+        track: Controls that wait for a chunk.
+        throttle: Pause and credit.
+    """
 
     def __init__(
         self,
@@ -133,7 +142,8 @@ class _Client(LiveClient):
         return decoded.value
 
     async def _begin(self, value: Any) -> None:
-        """Start the session that `init` asks for; a bad init leaves the connection waiting for a good one."""
+        """Start the session of an `init` message. After an invalid one, the client may send
+        another."""
         init = protocol.parse_init(value, self.limits, self.facts.actions)
         init = msgspec.structs.replace(init, seed=chosen_seed(init.seed))
         for prompt in (init.prompt, *(timed.prompt for timed in init.prompts)):
@@ -219,7 +229,7 @@ class _Client(LiveClient):
         try:
             superseded = self._track.apply(event.updates, event.event_id)
         except TooManyEvents:
-            raise DoorError("too_many_events", f"{MAX_WAITING} events of motion wait for the next chunk") from None
+            raise DoorError("too_many_events", f"{MAX_WAITING} motion events already wait for the next chunk") from None
         for event_id in superseded:
             await self._acknowledge("superseded", event_id)
         if event.event_id is not None:
@@ -241,7 +251,8 @@ class _Client(LiveClient):
         self._write_ms += (time.perf_counter() - started_s) * 1e3
 
     def _after_chunk(self, report: ChunkReport) -> list[bytes]:
-        """The messages behind a chunk's last frames, which are written together with them."""
+        """Return the messages that follow a chunk's last frames and are written together with them.
+        """
         messages = [self._stats(report)]
         for event_id in report.sample.applied if "receipts" in self._granted else ():
             applied = {"type": "event_applied", "event_id": event_id}
@@ -253,9 +264,10 @@ class _Client(LiveClient):
         return messages
 
     def _stats(self, report: ChunkReport) -> bytes:
-        """`chunk_stats`: whole, non-negative numbers only; half a millisecond counts as one.
+        """Return `chunk_stats`, with non-negative integers only. Times are rounded to milliseconds.
 
-        The time of writing is that of the chunk's earlier messages: the last ones are written together with this.
+        The write time excludes the chunk's last messages, because they are written together with
+        this one.
         """
         forward_ms, build_ms, pace_ms, write_ms = report.forward_ms, report.build_ms, self._pace_ms, self._write_ms
         stats = {
@@ -284,7 +296,8 @@ class _Client(LiveClient):
         await self.connection.close(Close.NORMAL, "generation complete")
 
     async def tell(self, error: DoorError) -> None:
-        if error.close is Close.IDLE:  # the close frame says it; these clients show an error for ever
+        # the close frame has the reason; these clients would show an error message permanently
+        if error.close is Close.IDLE:
             return
         if error.code in ("capacity", "session_limit", "quota_exceeded"):
             content = protocol.BUSY
@@ -323,7 +336,8 @@ class _Client(LiveClient):
                 await self._restart(extra)
 
     async def _restart(self, control: protocol.Control) -> None:
-        """Begin the world again with the same init; controls are forgotten, the prompt is the first one."""
+        """Restart the session with the same `init`. Controls are cleared, and the first prompt
+        applies."""
         assert self._init is not None
         await self.stop()
         self._track = ControlTrack(self.facts.actions)
@@ -334,11 +348,11 @@ class _Client(LiveClient):
 
 
 def _event_id(value: Any) -> int | None:
-    """The id of an event that is about to be refused, if it has a usable one."""
+    """Return the id of an event that is refused, or None without a valid id."""
     event_id = value.get("event_id") if isinstance(value, dict) else None
     return event_id if type(event_id) is int and 0 <= event_id < 1 << 32 else None
 
 
 def generate_endpoint(manager: SessionManager) -> RealtimeEndpoint:
-    """Return SGLang's endpoint over these sessions."""
+    """Return SGLang's endpoint."""
     return RealtimeEndpoint(manager, _Client)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ConnectionHandler`: one connection of a realtime endpoint. `LiveClient`: one that watches and steers one stream.
+"""`ConnectionHandler`: one connection of a realtime endpoint. `LiveClient`: a connection with one
+steered stream.
 
-The connection's own task receives messages, so that a disconnect is noticed at once; a second task delivers chunks.
-When either task ends, the other is cancelled. On disconnect, the chunk in flight is aborted and the session is closed.
-Held by tests/entrypoints/realtime/{test_generate_door,test_video_door,test_live_faults,test_wait_for_a_session}.py.
+The connection's own task receives messages, so that a disconnect is noticed at once. A second task
+delivers chunks. When either task ends, the other is cancelled. On disconnect, the chunk in flight
+is aborted and the session is closed.
 """
 
 import asyncio
@@ -26,9 +27,14 @@ from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 logger = logging.getLogger("vllm." + __name__)
 
 UNSENT_CHUNKS: Final = 1
-"""Finished chunks that wait for a reader while the next one is generated: whoever steers must see now, not then."""
+"""Finished chunks that may wait for the client while the next one is generated.
 
-_MAX_STRIKES: Final = 100  # clients of these protocols expect an answer to each mistake; floods end all the same
+More would delay the effect of a client's controls.
+"""
+
+# Clients of these protocols expect a reply to each mistake, so the limit is high. It still stops
+# floods.
+_MAX_STRIKES: Final = 100
 _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3
 
@@ -92,7 +98,7 @@ class ConnectionHandler(ABC):
         return self.connection.receive(busy=lambda: self.is_active)
 
     async def end_with(self, error: DoorError) -> None:
-        """Send the client the error and close: every end has a close code and a reason."""
+        """Send the error and close the connection with a close code and a reason."""
         self._end = f"{error.code}: {error.message}"
         if error.close is Close.SLOW_CONSUMER:
             self.connection.cut_soon()
@@ -105,11 +111,11 @@ class ConnectionHandler(ABC):
     # -- for endpoints -------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:  # noqa: B027  (most endpoints send nothing first)
-        """Work before the first message of the receive loop."""
+        """Do the work before the first message of the receive loop."""
 
     @abstractmethod
     async def take(self, data: bytes | str) -> None:
-        """Act on one message. A `DoorError` raised here ends the connection."""
+        """Handle one message. A `DoorError` raised here ends the connection."""
 
     @abstractmethod
     async def tell(self, error: DoorError) -> None:
@@ -117,7 +123,7 @@ class ConnectionHandler(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Cancel what runs for this client. Called once, at the end of the connection."""
+        """Cancel the work for this client. Called once, at the end of the connection."""
 
 
 class LiveClient(ConnectionHandler):
@@ -131,7 +137,7 @@ class LiveClient(ConnectionHandler):
 
     @property
     def is_active(self) -> bool:
-        """Whether chunks are being made for this client; if not, its silence is idleness."""
+        """Whether chunks are generated for this client. If not, its silence counts as idle time."""
         return self._stream is not None and not self._stream.done()
 
     def _log_end(self, seconds: float) -> None:
@@ -139,22 +145,24 @@ class LiveClient(ConnectionHandler):
 
     @abstractmethod
     async def deliver(self, payload: Any) -> None:
-        """Send one of the replies that the job's `render` made."""
+        """Send one reply, as rendered by the job's `render`."""
 
     @abstractmethod
     async def complete(self) -> None:
-        """The stream has come to its planned end: say so and close."""
+        """Report the planned end of the stream and close."""
 
     # -- the stream ----------------------------------------------------------------------------------------------
 
     async def open_session(self, session_id: str | None = None) -> Session:
-        """Open a session for this connection; if all are in use, wait `slot_wait_s` for one to end.
+        """Open a session for this connection. If all are in use, wait up to `slot_wait_s`.
 
-        Only `capacity` is waited for: the client's own limits and a stopping server do not change by waiting.
+        Only `capacity` is retried, because waiting changes neither the client's own limits nor a
+        draining server.
 
         Raises:
-            DoorError: `capacity`, `session_limit`, `quota_exceeded` or `draining`; counted once in the metrics.
-            ClientGone: The client left while it waited.
+            DoorError: `capacity`, `session_limit`, `quota_exceeded` or `draining`. Counted once in
+                the metrics.
+            ClientGone: The client disconnected while waiting.
         """
         key = (self.connection.principal, session_id or new_session_id())
         log_context.bind(session_id=key[1])
@@ -181,7 +189,7 @@ class LiveClient(ConnectionHandler):
                 await asyncio.wait([reading])
 
     def start(self, job: Job) -> None:
-        """Begin to generate and deliver; `open_session` has been called."""
+        """Start to generate and deliver a job's chunks. Requires `open_session`."""
         assert self.session is not None
         self._stream = self.manager.spawn(self._deliver_all(self.session, job))
 
@@ -205,10 +213,10 @@ class LiveClient(ConnectionHandler):
             await self.end_with(DoorError("engine_error", "internal error; the server's log has details"))
 
     async def stop(self) -> None:
-        """Cancel the stream and free the world and its place; idempotent."""
+        """Cancel the stream and free the session. Idempotent."""
         session, self.session = self.session, None
         if session is not None:
-            session.cancel()  # first of all: the engine stops
+            session.cancel()  # first, so that the engine stops at once
         if self._stream is not None:
             self._stream.cancel()
             await asyncio.wait([self._stream])
@@ -237,13 +245,13 @@ class RealtimeEndpoint:
         """Serve one connection from handshake to close."""
         async with self._manager.gate.admit(websocket) as admitted:
             if admitted:
-                # In a task of its own, because a message wakes every coroutine of the task that waits for it, and the
-                # layers of middleware above this one are more than a dozen.
+                # The handler gets its own task: a message wakes every coroutine of the task that
+                # waits for it, and there are more than a dozen layers of middleware above this one.
                 await asyncio.create_task(self._handler(self._manager, websocket).run())
 
 
 class TextFrames:
-    """Counts messages of the wrong kind at a door that takes the other: the third ends the connection."""
+    """Counts messages of the wrong frame type, text or binary. The third ends the connection."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -256,14 +264,22 @@ class TextFrames:
 
 
 class MediaClock:
-    """Spaces chunks as they would play. `wait` returns how long it slept, in milliseconds."""
+    """Spaces chunks by their playing time."""
 
     def __init__(self, fps: float) -> None:
         self._fps = fps
         self._next_s = 0.0
 
     async def wait(self, num_frames: int, skip: bool) -> float:
-        """Sleep until the chunk before this one has played. skip: this one answers the client, so let it go now."""
+        """Sleep until the previous chunk has played.
+
+        Args:
+            num_frames: Frames of this chunk.
+            skip: Send this chunk at once, because it responds to the client's input.
+
+        Returns:
+            Time slept in milliseconds.
+        """
         now_s = time.monotonic()
         if skip:
             self._next_s = now_s
@@ -275,10 +291,11 @@ class MediaClock:
 
 
 class Throttle:
-    """Whether the next chunk may begin: not while paused, and not without credit (None = unlimited)."""
+    """Decides when the next chunk may start: not while paused, and not without credit."""
 
     def __init__(self) -> None:
         self.credit: int | None = None
+        """Chunks that may start. None: unlimited."""
         self.paused = False
         self._changed = asyncio.Event()
 
@@ -291,7 +308,7 @@ class Throttle:
             await self._changed.wait()
 
     def take(self) -> None:
-        """A chunk begins."""
+        """Use one chunk of credit."""
         if self.credit is not None:
             self.credit -= 1
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions as clients see them: who owns which world, whose turn it is, where the engine stands.
+"""The state of one client's session: its requests, its position, and its state in the engine.
 
-This core is shared by all doors. It knows no message format and no sockets: a door hands a `Session` a `Job`, follows
-the `Run` it gets back, and delivers the replies. Which sessions exist is `session_manager.py`'s.
+All endpoints share this module, which knows neither message formats nor sockets. An endpoint
+submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies.
+`session_manager.py` holds the table of sessions.
 
-A session owns the order of its requests (one runs, one may wait), its position, and the engine's id of its world.
-Invariants: at most `chunks_in_flight` chunks of it are in the engine; a world that starts afresh gets a new engine id,
-so that a late answer never touches it; it is in the manager's table exactly while it has a world or a request.
-Held by tests/entrypoints/realtime/test_session.py.
+Invariants:
+- One request of a session runs and at most one waits.
+- At most `chunks_in_flight` chunks of a session are in the engine.
+- A restarted session gets a new engine id, so a late result never reaches it.
+- A session is in the manager's table exactly while it has engine state or a request.
 """
 
 import asyncio
@@ -43,19 +45,19 @@ _MAX_WAITING: Final = 2  # one request runs, one waits
 
 
 def new_session_id() -> str:
-    """An unguessable id; whoever knows it may continue the session."""
+    """Return an unguessable id. Clients that know the id may continue the session."""
     return secrets.token_urlsafe(16)
 
 
 class Session:
-    """One world of one client; used from one event loop."""
+    """One session of one client. Not thread-safe: use it from one event loop."""
 
     def __init__(self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str) -> None:
         self.key, self.session_id = key, key[1]
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)
         self.client = client
-        """Who counts against `sessions_per_client` for it."""
+        """Client that `sessions_per_client` and quotas count the session for."""
         self.allowance = manager.quotas.of(client)
         self.allowance.open_session()
         self._closed = False
@@ -68,12 +70,12 @@ class Session:
         self.prompt: str | None = None
         self.seed: int | None = None
         self.in_step = True
-        """Whether `next_chunk` is certain; after an abort the engine may be one chunk further."""
+        """Whether `next_chunk` is certain. After an abort the engine may be one chunk further."""
         self.connections: set[object] = set()
-        """Open connections that have used this session; kept by the doors."""
+        """Open connections that have used this session. Endpoints add and remove them."""
         self.last_used_s = time.monotonic()
         self.pinged_s = self.last_used_s
-        """When a client last said that it still wants this session."""
+        """Monotonic time of the client's last ping in seconds."""
         self.journal = Journal()
         self._clock = PlayClock()
         self._turn = asyncio.Lock()
@@ -85,11 +87,14 @@ class Session:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since its last request; 0 while one runs."""
+        """Seconds since the last request; 0 while a request runs."""
         return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
 
     def close(self, reason: str) -> None:
-        """The session is gone from the table: end its numbers and its spans; idempotent."""
+        """End the session's metrics and trace spans. Idempotent.
+
+        The session has left the manager's table.
+        """
         if self._closed:
             return
         self._closed = True
@@ -99,7 +104,8 @@ class Session:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the session from being evicted; afterwards it goes from the table if there is nothing in it."""
+        """Protect the session from eviction. Afterwards, remove it from the table if it is empty.
+        """
         self._waiting += 1
         try:
             yield
@@ -110,9 +116,12 @@ class Session:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> Run:
-        """Start a request, or find it again by its id: finished runs are kept, cut-off ones go on where they stopped.
+        """Start a request, or return the run of an earlier request with the same id.
 
-        Raises `DoorError` `request_id_conflict`, `session_busy` or `draining`.
+        A finished run is returned as it is. An interrupted run continues where it stopped.
+
+        Raises:
+            DoorError: `request_id_conflict`, `session_busy` or `draining`.
         """
         self.last_used_s = time.monotonic()
         run = self.journal.runs.get(job.request_id)
@@ -140,10 +149,14 @@ class Session:
         return run
 
     def cancel(self, runs: Iterable[Run] | None = None) -> None:
-        """End these runs (all of the session if None) with `cancelled`; their chunks are aborted in the engine."""
+        """Cancel runs with the error `cancelled` and abort their chunks in the engine.
+
+        Args:
+            runs: Runs of this session. Default: all of them.
+        """
         for run in list(self.journal.runs.values()) if runs is None else runs:
             if not run.finished and run.task is not None and not run.task.cancelling():
-                run.task.cancel()  # once: a second time would cut its clean-up short
+                run.task.cancel()  # only once, because a second cancel would interrupt the cleanup
 
     async def _produce(self, run: Run) -> DoorError | None:
         log_context.bind(session_id=self.session_id)
@@ -158,7 +171,11 @@ class Session:
         return None
 
     def _ended(self, run: Run, task: "asyncio.Task[DoorError | None]") -> None:
-        """A done-callback, since a task cancelled before its first step never runs its own clean-up."""
+        """Finish a run.
+
+        This is a done-callback, because a task that is cancelled before its first step never runs
+        its own cleanup.
+        """
         if task.cancelled():
             error: DoorError | None = DoorError(
                 "cancelled", "the request was cancelled", next_chunk_index=self.next_chunk
@@ -171,20 +188,22 @@ class Session:
         self._manager.forget_if_empty(self)
 
     async def _generate(self, run: Run) -> None:
-        """Keep `chunks_in_flight` chunks in the engine until the run is complete; render the results, in order.
+        """Generate a run's chunks, up to `chunks_in_flight` at a time, and render the results in
+        order.
 
-        A live run has as few chunks there as keep the engine at work, one unless it works on several of a session at
-        once, so that controls are taken as late as possible; the next one is begun before this one is rendered and
+        A live run has as few chunks in flight as keep the engine busy, so that controls are sampled
+        as late as possible. The next chunk is requested before the current one is rendered and
         sent.
         """
         limits, facts, drain = self._manager.limits, self._manager.facts, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
-        drain.check()  # before the world may be restarted
+        drain.check()  # before a restart may discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
         image, warnings = await self._begin(run)
         planned, num_chunks = len(run.sizes), run.num_chunks
-        self.allowance.charge_chunks(max(0, planned - run.completed))  # a live run is charged chunk by chunk
+        # a live run is charged for each chunk
+        self.allowance.charge_chunks(max(0, planned - run.completed))
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
         deadline, loop = Deadline(limits.chunk_timeout_s), asyncio.get_running_loop()
         spans = run.spans(facts)
@@ -192,8 +211,9 @@ class Session:
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
 
         def fill() -> bool:
-            """Returns whether a quota holds the next chunk of a live run back."""
-            # Until the position is certain, one chunk at a time: its answer tells where the engine is.
+            """Request chunks. Return whether a quota prevents the next chunk of a live run."""
+            # Until the position is certain, request one chunk at a time: its result contains the
+            # engine's position.
             while len(in_flight) < (most_in_flight if self.in_step else 1) and source.ready and not drain.is_draining:
                 begun = run.completed + len(in_flight)
                 if begun == num_chunks:
@@ -216,12 +236,12 @@ class Session:
                 if not in_flight:
                     if is_held_back:
                         self.allowance.check_chunk()
-                    continue  # there is a chunk in the quota now, or the client has paused again
+                    continue  # the quota allows a chunk again, or the client has paused
                 with deadline:
                     await settled(in_flight[0])
                 result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
-                fill()  # the engine goes on while this chunk is rendered and sent
+                fill()  # the engine works while this chunk is rendered and sent
                 await self._render(run, chunk)
                 await run.wait_for_reader(0 if self._manager.is_over_budget else unsent_chunks)
         except TimeoutError:
@@ -232,7 +252,7 @@ class Session:
         except BaseException as error:
             refused = isinstance(error, DoorError) and error.code not in ("cancelled", "engine_error")
             if isinstance(error, DoorError) and not refused:
-                self.in_step = False  # the engine ended that chunk without saying how
+                self.in_step = False  # the engine ended the chunk without reporting its position
             if isinstance(error, DoorError):
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
@@ -240,13 +260,16 @@ class Session:
         finally:
             deadline.close()
         if drain.is_draining and run.completed != num_chunks:
-            await drain.save(self)  # now: a live client's world goes with its connection
+            # immediately, because closing a live connection frees its session
+            await drain.save(self)
             drain.check(next_chunk_index=self.next_chunk)
 
     async def _begin(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        """The run's turn has come: check it against where the session is, set its plan, load the start image.
+        """Prepare a run before its first chunk: check its position, plan it and load the start
+        image.
 
-        Returns `(image, warnings)`; the image only if the world starts here.
+        Returns:
+            `(image, warnings)`. The image is None unless the session starts here.
         """
         job, start, facts = run.job, run.job.start, self._manager.facts
         if start.restart and self.started and not run.completed:
@@ -266,7 +289,7 @@ class Session:
             )
         if not self.started:
             if start.load_image is None and not start.restart and self._manager.was_evicted(self.key):
-                raise DoorError("session_evicted", "the session was closed to make room; begin it again")
+                raise DoorError("session_evicted", "the session was closed to make room; start it again")
             facts.check_image(start.load_image is not None, "image")
         run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
         run.sizes = job.source.plan(facts, self._manager.limits, starts_world=not self.started)
@@ -280,9 +303,9 @@ class Session:
                     param="extra_body",
                 )
             if start.load_image is not None:
-                warnings.append("image ignored: the session has begun; send restart to begin again")
+                warnings.append("image ignored: the session has started; send restart to start again")
             if start.seed not in (None, RANDOM_SEED, self.seed):
-                warnings.append("seed ignored: it is fixed when a session begins")
+                warnings.append("seed ignored: it is fixed when a session starts")
             return None, tuple(warnings)
         facts.check_size(*size)
         image = None if start.load_image is None else await self._manager.off_loop(start.load_image, *size)
@@ -295,7 +318,11 @@ class Session:
     async def _request_chunk(
         self, run: Run, span: ChunkSpan, image: np.ndarray | None, controls: Controls
     ) -> ChunkResult:
-        """Ask the engine for one chunk of the run. Raises `DoorError`."""
+        """Request one chunk of a run from the engine.
+
+        Raises:
+            DoorError: The engine refused or aborted the chunk.
+        """
         job = run.job
         arrays: dict[str, np.ndarray] = {}
         if controls.camera is not None:
@@ -303,8 +330,8 @@ class Session:
         is_start = not self.started and span.number == 0
         if image is not None and is_start:
             arrays["image"] = image
-        # After an abort only the engine knows its position: a new request takes whatever comes next, one that was
-        # cut off, or that names its chunk, insists.
+        # After an abort only the engine knows its position. A new request then accepts any
+        # position; a resumed request and one that names its chunk require theirs.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
         due = self._due(run, span) if self._manager.facts.by_deadline else None
         params = DiffusionParams(
@@ -336,21 +363,22 @@ class Session:
         return result
 
     def _due(self, run: Run, span: ChunkSpan) -> Due:
-        """Deadline of a chunk, for an engine that schedules by deadlines."""
+        """Return the deadline of a chunk, for engines that schedule by deadline."""
         facts = self._manager.facts
         return self._clock.ask(span.num_frames, run.job.replies.fps or facts.target_fps or facts.fps, time.monotonic())
 
     def _lost(self, error: DoorError) -> DoorError:
-        """The engine is at another position than this session: tell the client the remedy."""
+        """Return the client's error after the engine reported another position than this session's.
+        """
         if error.code == "unknown_session":
             self.forget_world(in_engine=False)
             return DoorError("session_evicted", "the engine has closed this session; send it again with an image")
         return DoorError(
-            "resync_required", "a chunk was finished after it was cancelled; send a new request to go on from there"
+            "resync_required", "a chunk was finished after it was cancelled; send a new request to continue from there"
         )
 
     def _advance(self, run: Run, result: ChunkResult, warnings: tuple[str, ...]) -> FinishedChunk:
-        """Take note of a committed chunk."""
+        """Update the session for a committed chunk."""
         job, number = run.job, run.completed
         index = int(result.meta.get("chunk_index", self.next_chunk))
         first_frame = int(result.meta.get("first_frame", self.next_frame))
@@ -381,7 +409,10 @@ class Session:
         )
 
     async def _render(self, run: Run, chunk: FinishedChunk) -> None:
-        """Encode a chunk into the journal; a cancellation waits for it, since the chunk is part of the world."""
+        """Encode a chunk and store its replies.
+
+        Cancellation waits for the encoder, because the chunk is part of the session.
+        """
         started_ns = time.time_ns()
         replies = run.job.replies
         if replies.inline:
@@ -398,7 +429,11 @@ class Session:
             self._keep(run, chunk, payloads)
 
     def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
-        """As `Journal.missed_since`; raises `DoorError("resync_required")`."""
+        """Return the replies after `last_chunk`, as `Journal.missed_since`.
+
+        Raises:
+            DoorError: `resync_required`.
+        """
         return self.journal.missed_since(last_chunk, self.next_chunk)
 
     def _trim_journal(self, has_grown: bool = True) -> None:
@@ -419,9 +454,12 @@ class Session:
         self._trim_journal(run.job.replies.keep)
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
-        """Take the chunks that the engine has answered, drop the rest, and note whether the position is certain.
+        """Process finished chunks, cancel the others, and update whether the position is certain.
 
-        refused: the engine refused an earlier chunk, so none of these can have been committed.
+        Args:
+            run: Run that ends.
+            in_flight: Its chunks in the engine, oldest first.
+            refused: The engine refused an earlier chunk, so none of these was committed.
         """
         answered = []
         while in_flight and in_flight[0].done() and not in_flight[0].cancelled() and not in_flight[0].exception():
@@ -434,17 +472,21 @@ class Session:
             await self._render(run, self._advance(run, result, ()))
         if in_flight:
             await asyncio.wait(in_flight)
-            for task in in_flight:  # look at every outcome, so that none is reported as never retrieved
+            for task in in_flight:  # retrieve every exception, so that asyncio does not report it
                 if not task.cancelled():
                     task.exception()
             self.in_step = self.in_step and refused
         if not self.started and not refused:
-            self.forget_world()  # the first chunk may have been committed all the same
+            self.forget_world()  # the first chunk may still have been committed
 
     # -- the world -----------------------------------------------------------------------------------------------
 
     def forget_world(self, in_engine: bool = True) -> None:
-        """Let go of the world; the next request needs an image. `in_engine`: the engine may still hold it."""
+        """Discard the session's state. The next request needs an image.
+
+        Args:
+            in_engine: Whether the engine may still hold the state.
+        """
         self._manager.world_ended(self.engine_id)
         if in_engine:
             with self.trace.current():
@@ -456,14 +498,17 @@ class Session:
         self.journal.forget_finished()
 
     async def stop(self) -> None:
-        """Cancel all requests; the world stays as it is."""
+        """Cancel all requests. The session's state stays."""
         with self.hold():
             self.cancel()
             async with self._turn:
                 pass
 
     async def reset(self) -> None:
-        """Cancel all requests and free the world; a session nobody then waits for is gone from the table."""
+        """Cancel all requests and free the session's state.
+
+        The session leaves the table unless another request waits.
+        """
         with self.hold():
             self.cancel()
             async with self._turn:
@@ -471,11 +516,15 @@ class Session:
                     self.forget_world()
 
     async def fork(self, new: "Session") -> None:
-        """Copy this world into `new`, between two chunks."""
+        """Copy the state into `new`, between two chunks.
+
+        Raises:
+            DoorError: `missing_image`: the session has no state yet.
+        """
         with self.hold(), new.hold():
             async with self._turn:
                 if not self.started:
-                    raise DoorError("missing_image", "the session has no world to branch from yet")
+                    raise DoorError("missing_image", "the session has not started, so it cannot be branched")
                 await self._manager.engine.fork(self.engine_id, new.engine_id)
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame

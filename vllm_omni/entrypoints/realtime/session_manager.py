@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionManager`: which sessions exist in this API server process, for whom, and who makes room for a new one.
+"""`SessionManager`: the table of sessions in one API server process, and their eviction.
 
-Also the doors' way in (`gate`), to background tasks and to the threads on which images are decoded and frames encoded.
-Held by tests/entrypoints/realtime/{test_session,test_world_camera,test_door_states}.py.
+It also owns the connection gate, background tasks and the threads that decode images and encode
+frames.
 """
 
 import asyncio
@@ -36,17 +36,25 @@ T = TypeVar("T")
 
 _REMEMBERED_EVICTIONS: Final = 4096
 _OWN_ERRORS_S: Final = 0.5
-"""Time for requests in flight to fail by themselves, each with its own id, before their connection is closed."""
+"""Time in seconds for requests in flight to fail with their own ids before the connection closes.
+"""
 _FAREWELL_S: Final = 1.5
 
 
 class SessionManager:
     """All sessions of one API server process.
 
-    executor: where images are decoded and frames encoded. origins: see `Gate`. quotas: None = there are none.
-    Sessions without use for `session_idle_s` are closed, those of clients that send pings after
-    `pinged_session_idle_s`. The least recently used one that no connection holds, or that is only kept by pings, makes
-    room for a new one.
+    Sessions idle for `session_idle_s` are closed. For clients that send pings the limit is
+    `pinged_session_idle_s`. A new session may evict the least recently used one that has no
+    connection or that only pings keep open.
+
+    Args:
+        engine: Requests to the engine.
+        facts: Stream metadata of the served model.
+        limits: Limits of connections and sessions.
+        executor: Threads that decode images and encode frames.
+        origins: Allowed browser origins; see `Gate`.
+        quotas: Quotas of clients. Default: none.
     """
 
     def __init__(
@@ -70,10 +78,10 @@ class SessionManager:
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self.on_world_end: list[Callable[[str], None]] = []
-        """Called with the engine's id of a world that is let go of."""
+        """Called with the engine's id of a session whose state is discarded."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.held = HeldBytes()
-        """Replies of all sessions."""
+        """Size of the undelivered and retained replies of all sessions."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -88,10 +96,16 @@ class SessionManager:
         return key in self._evicted
 
     def open(self, key: SessionKey, client: str | None = None, endpoint: str = "realtime") -> Session:
-        """Return the session of that key, a new one if there is none.
+        """Return the session of a key. Create it if it does not exist.
 
-        client: who counts for it against `sessions_per_client`; None = the principal. endpoint: the door, for metrics.
-        Raises `DoorError` `capacity`, `session_limit`, `quota_exceeded` or `draining`.
+        Args:
+            key: Principal and session id.
+            client: Client that `sessions_per_client` counts the session for. Default: the
+                principal.
+            endpoint: Name of the endpoint, for metrics.
+
+        Raises:
+            DoorError: `capacity`, `session_limit`, `quota_exceeded` or `draining`.
         """
         if self._sweeper is None:
             self._sweeper = self.spawn_background(self._sweep())
@@ -111,9 +125,9 @@ class SessionManager:
     def _check_bounds(self, client: str) -> None:
         limit = self.limits.sessions_per_client
         if len(self._sessions) >= limit and sum(s.client == client for s in self._sessions.values()) >= limit:
-            raise DoorError("session_limit", f"you have {limit} sessions, which is as many as one client may have")
+            raise DoorError("session_limit", f"you have {limit} sessions, the maximum for one client")
         if self.is_over_budget:
-            raise DoorError("capacity", "too much is waiting for slow readers; try again later", retry_after_ms=1000)
+            raise DoorError("capacity", "slow readers have used up the buffer memory; try again later", retry_after_ms=1000)
 
     # -- bytes ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +140,10 @@ class SessionManager:
         return self.held.total > self.limits.max_held_bytes
 
     def trim(self) -> None:
-        """Over budget, forget the oldest delivered replies; unread ones stay, and their session pauses."""
+        """While over budget, drop the oldest delivered replies.
+
+        Unread replies stay, and their session pauses.
+        """
         for session in self._sessions.values():  # least recently used first
             if not self.is_over_budget:
                 return
@@ -136,12 +153,12 @@ class SessionManager:
 
     @property
     def has_room(self) -> bool:
-        """Whether a new session would be taken now: there is a place, or a session that nobody uses."""
+        """Whether a new session would be accepted now."""
         return not self.is_over_budget and (len(self._sessions) < self.facts.max_sessions or self.can_make_room)
 
     @property
     def can_make_room(self) -> bool:
-        """Whether there is a session that nobody uses."""
+        """Whether an unused session could be evicted."""
         return any(self._is_unused(session) for session in self._sessions.values())
 
     def _is_unused(self, session: Session) -> bool:
@@ -159,7 +176,7 @@ class SessionManager:
         )
 
     def _evict(self, session: Session, reason: str) -> None:
-        """Free a session that is not busy, and remember that it was not the client who closed it."""
+        """Free a session that is not busy, and record that the server closed it."""
         with log_context.bound(session_id=session.session_id):
             session.forget_world()
             session.close(reason)
@@ -169,7 +186,11 @@ class SessionManager:
             self._evicted.popitem(last=False)
 
     async def branch(self, source: Session, key: SessionKey) -> Session:
-        """Copy a session's world under a new key. Raises `DoorError` `invalid_request` or `capacity`."""
+        """Copy a session under a new key.
+
+        Raises:
+            DoorError: `invalid_request` or `capacity`.
+        """
         if key in self._sessions:
             raise DoorError("invalid_request", "a session with this id exists; choose another", param="new_session_id")
         new = self.open(key, source.client)
@@ -177,7 +198,7 @@ class SessionManager:
         return new
 
     def forget_if_empty(self, session: Session) -> None:
-        """A session without a world and without requests is nothing: its id is free again."""
+        """Remove a session that has neither state nor requests, so that its id is free again."""
         if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
             session.journal.discard()
@@ -191,7 +212,7 @@ class SessionManager:
             tell(engine_id)
 
     def close_world(self, engine_id: str) -> None:
-        """Have the engine free a world, in the background."""
+        """Free a session's state in the engine, in the background."""
         task = self.spawn(self._close_world(engine_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -203,12 +224,13 @@ class SessionManager:
             logger.warning("the engine did not close a session: %s", error)
 
     async def worlds_closed(self) -> None:
-        """Return when every world that was being closed is; a new one may need its room."""
+        """Wait until the engine has freed all closed sessions, because a new one may need their
+        memory."""
         if self._closing:
             await asyncio.wait(set(self._closing))
 
     async def _sweep(self) -> None:
-        """Close sessions that nobody has used for `session_idle_s`, or for longer if they are kept by pings."""
+        """Close idle sessions."""
         idle_s = self.facts.session_idle_s
         pinged_idle_s = max(idle_s, self.limits.pinged_session_idle_s)
         while True:
@@ -219,21 +241,30 @@ class SessionManager:
                     self._evict(session, "idle")
 
     def pace(self, fps: float | None) -> ReaderPace:
-        """For a client that begins to follow a run; fps: its playing rate, None = the server's."""
+        """Return the pace at which a client must read a run.
+
+        Args:
+            fps: Playback rate of the client in frames per second. Default: the server's rate.
+        """
         facts = self.facts
         return ReaderPace(self.limits.slow_reader_timeout_s, fps or facts.target_fps or facts.fps)
 
     # -- work ----------------------------------------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None) -> asyncio.Task[T]:
-        """Run `work` as a task that is not lost if nobody keeps it. context: of its log lines; None = the caller's."""
+        """Run a task and hold a reference to it, so that it is not garbage collected.
+
+        Args:
+            work: The coroutine.
+            context: Context of its log lines. Default: the caller's.
+        """
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def spawn_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """The same for a task that lives as long as the manager: nobody waits for it, and it is of no one's request."""
+        """Run a task that lasts as long as the manager and belongs to no request."""
         task = self.spawn(work, contextvars.Context())
         self._background.add(task)
         return task
@@ -244,12 +275,15 @@ class SessionManager:
         return bool(self._tasks - self._background)
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
-        """Run CPU work on the executor's threads."""
+        """Run a CPU-bound function on the executor's threads."""
         run = contextvars.copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self._executor, run, function, *args)
 
     async def engine_died(self) -> None:
-        """Tell every connection and close it with 1011; returns when all are closed, or have had their time."""
+        """Send an error to every connection and close it with 1011.
+
+        Returns when all connections are closed, or after a time limit.
+        """
         for connection in list(self.connections):
             connection.fail(DoorError("engine_error", "the engine has stopped", close=Close.INTERNAL), _OWN_ERRORS_S)
         give_up_s = time.monotonic() + _FAREWELL_S
@@ -257,7 +291,7 @@ class SessionManager:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        """Cancel everything; for tests and the end of the process."""
+        """Cancel all tasks, for tests and the end of the process."""
         for task in list(self._tasks):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

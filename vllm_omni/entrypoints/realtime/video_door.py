@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door `/v1/realtime/video`: JSON control and fragmented MP4 that a browser plays as it arrives.
+"""The endpoint `/v1/realtime/video`: JSON control messages in, fragmented MP4 for browsers out.
 
-Speaks the protocol of vLLM-Omni 0.30 over the shared session core. Better than the original where that is invisible:
-streams without an end, start images up to the server's limit, prompts and camera for every model that takes them, a
-close frame at every end, and neither a stray binary message nor a slow reader stops the controls. Held by
-tests/entrypoints/realtime/test_video_door.py.
+It implements the protocol of vLLM-Omni 0.30. Differences that clients of the original do not
+notice: streams of unlimited length, start images up to the server's limit, prompts and camera for
+every model that accepts them, and a close frame at every end. Neither a binary message nor a slow
+reader blocks the controls.
 """
 
 import asyncio
@@ -46,18 +46,21 @@ _REMEMBERED_IDS: Final = 1024
 
 @dataclass(frozen=True)
 class _Media:
-    """One chunk on its way: a metadata message and the bytes it announces."""
+    """One chunk to send: a metadata message and the media bytes that follow it."""
 
     metadata: dict[str, Any]
+    """The message `video.chunk_metadata`."""
     data: bytes
+    """MP4 fragment."""
     is_answer: bool
+    """Whether the chunk is the first effect of an interaction and should be sent at once."""
 
     def __len__(self) -> int:
         return len(self.data)
 
 
 class _FragmentRenderer:
-    """Turns a session's chunks into fragments, in order."""
+    """Encodes a session's chunks as MP4 fragments, in order."""
 
     def __init__(self, fps: float, request_id: str) -> None:
         self._encoder = FragmentEncoder(fps)
@@ -85,7 +88,7 @@ class _FragmentRenderer:
 
 
 class _CommandedSource(LiveChunks):
-    """Steers the session's chunks by its client's interactions."""
+    """Samples a client's interactions for each chunk."""
 
     def __init__(
         self,
@@ -99,7 +102,8 @@ class _CommandedSource(LiveChunks):
         self._prompt: str | None = None if facts.actions.prompt == "none" else start.prompt
         self._lora = start.lora
         self._timed, self._facts, self.num_chunks = timed, facts, num_chunks
-        self._intrinsics_4 = np.array(facts.key_intrinsics(size[1], size[0]), np.float32)  # commands, the same view
+        # commands do not change the field of view
+        self._intrinsics_4 = np.array(facts.key_intrinsics(size[1], size[0]), np.float32)
         self._new_prompt: tuple[str, str] | None = None
         self._new_lora: tuple[list[Lora], str] | None = None
         self._track = ControlTrack(facts.actions)
@@ -114,7 +118,11 @@ class _CommandedSource(LiveChunks):
         self.uses_poses = False
 
     def check_velocity(self, command: Command) -> None:
-        """Raise `DoorError` for a velocity beyond the range of the model's axes."""
+        """Check a velocity command.
+
+        Raises:
+            DoorError: The velocity exceeds the range of the model's axes.
+        """
         if not self._poses.walks or command.mode != "velocity":
             return
         try:
@@ -123,12 +131,16 @@ class _CommandedSource(LiveChunks):
             raise DoorError("invalid_camera", failure.message, param="translation") from None
 
     def take(self, interaction: protocol.Interaction) -> None:
-        """Raises `DoorError` `too_many_events`, and then nothing of it is taken."""
+        """Apply an interaction to the next chunk.
+
+        Raises:
+            DoorError: `too_many_events`. No part of the interaction is applied.
+        """
         if interaction.actions is not None:
             try:
                 self._replaced += map(str, self._track.apply([interaction.actions], interaction.event_id))
             except TooManyEvents:
-                raise DoorError("too_many_events", f"{MAX_WAITING} events of motion wait for the next chunk") from None
+                raise DoorError("too_many_events", f"{MAX_WAITING} motion events already wait for the next chunk") from None
             self.has_actions = True
         if interaction.prompt is not None:
             self._new_prompt = (interaction.prompt, interaction.event_id)
@@ -139,7 +151,7 @@ class _CommandedSource(LiveChunks):
             self.uses_poses = True
 
     def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], Progress]:
-        """Actions of each latent frame, and the progress of the events that brought them."""
+        """Return the actions of each latent frame and the progress of their events."""
         sample = self._track.sample(num_latents)
         started, active = ([str(event_id) for event_id in ids] for ids in (sample.applied, sample.active))
         ended = [event_id for event_id in [*self._acting, *started] if event_id not in active]
@@ -176,7 +188,7 @@ class _CommandedSource(LiveChunks):
         return Controls(actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress)
 
     def note_result(self, meta: Mapping[str, Any]) -> None:
-        """Go on from where the world's walls have stopped a velocity."""
+        """Correct the position if a wall of the world has stopped a velocity command."""
         expected_3 = self._expected.popleft()
         world_poses = meta.get(WORLD_POSES)
         if world_poses is None:
@@ -190,10 +202,11 @@ class _CommandedSource(LiveChunks):
 
 
 class _SessionFrame:
-    """Coordinates of a session of which the pose in the world may be known.
+    """Coordinates of a session that may have known world poses.
 
-    Commands are relative to the start image. A session that its client's poses start has their coordinates; one that
-    actions start, where its pose is known, has the world's, in units of poses.
+    Commands are relative to the start image. If a session starts with poses from its client, its
+    coordinates are theirs. If it starts with actions and its world pose is known, its coordinates
+    are the world's, scaled to pose units.
     """
 
     def __init__(self, facts: WorldFacts) -> None:
@@ -202,7 +215,12 @@ class _SessionFrame:
         self._first_44: np.ndarray | None = None
 
     def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
-        """Return poses relative to the start image in the session's coordinates. starts: the session's first ones."""
+        """Return poses in the session's coordinates.
+
+        Args:
+            poses_N44: Poses relative to the start image.
+            starts: Whether they are the session's first poses.
+        """
         if starts:
             self._first_44 = poses_N44[0].astype(np.float64)
         if self._first_44 is not None or self._start_44 is None:
@@ -210,12 +228,13 @@ class _SessionFrame:
         return (self._start_44 @ poses_N44).astype(np.float32)
 
     def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read the world poses of a chunk; the session's first one is the start image's."""
+        """Read the world poses of a chunk. The session's first one is the pose of the start image.
+        """
         if self._start_44 is None:
             self._start_44 = self._pose_44(world_poses[0])
 
     def position_3(self, row: Sequence[float]) -> np.ndarray:
-        """The position of a world pose, as commands count it."""
+        """Return the position of a world pose in the coordinates of commands."""
         assert self._start_44 is not None
         relative_44 = np.linalg.inv(self._start_44) @ self._pose_44(row)
         return (relative_44 if self._first_44 is None else self._first_44 @ relative_44)[:3, 3]
@@ -241,7 +260,7 @@ class _Client(LiveClient):
     # -- messages in ---------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Wait for `session.start` and begin; a start that cannot be ends the connection."""
+        """Wait for `session.start` and start the session. An invalid one ends the connection."""
         try:
             async with asyncio.timeout(self.limits.start_timeout_s):
                 data = await self.receive()
@@ -353,11 +372,11 @@ class _Client(LiveClient):
         if interaction.command is not None and not self.facts.actions.pose:
             raise DoorError("interaction_failed", "the served model takes no camera")
         if interaction.command is not None and self._source.has_actions:
-            raise DoorError("interaction_failed", "actions steer this session; start one without to command the camera")
+            raise DoorError("interaction_failed", "actions steer this session; start one without actions to command the camera")
         if interaction.command is not None:
             self._source.check_velocity(interaction.command)
         if interaction.actions is not None and self._source.uses_poses:
-            raise DoorError("interaction_failed", "camera commands steer this session; start one for actions")
+            raise DoorError("interaction_failed", "camera commands steer this session; start another one to send actions")
         if interaction.actions is not None and not self.facts.actions.has_controls:
             raise DoorError("invalid_action", f"the served model takes {self.facts.actions.describe()}")
         self._event_ids[interaction.event_id] = None
@@ -365,7 +384,8 @@ class _Client(LiveClient):
             self._event_ids.popitem(last=False)
         reply = {"type": "session.interaction.queued", "request_id": self._request_id}
         await self._send({**reply, "event_id": interaction.event_id})
-        self._source.take(interaction)  # after its receipt was sent: `queued` comes before any effect
+        # after the receipt, because clients expect `queued` before any effect
+        self._source.take(interaction)
 
     async def _stop(self) -> None:
         await self.stop()
@@ -411,5 +431,5 @@ def _json(message: dict[str, Any]) -> str:
 
 
 def video_endpoint(manager: SessionManager) -> RealtimeEndpoint:
-    """Return vLLM-Omni's endpoint over these sessions."""
+    """Return vLLM-Omni's realtime video endpoint."""
     return RealtimeEndpoint(manager, _Client)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door `/v1/realtime/world/camera`: msgpack messages in, video chunks out.
+"""The endpoint `/v1/realtime/world/camera`: msgpack messages in, video chunks out.
 
-Says hello, turns messages into `Job`s, follows their runs, answers in the dialect the client speaks. What a session is
-and how it reaches the engine is `session.py`'s. One reader task for each connection; each request has its own task, so
-that a disconnect, a `reset` or a `ping` is noticed at once. Held by tests/entrypoints/realtime/test_world_camera*.py.
+It sends `hello`, turns messages into `Job`s, follows their runs, and replies in the client's
+dialect. Each connection has one task that receives messages and one task per request, so that a
+disconnect, a `reset` or a `ping` is noticed at once.
 """
 
 import asyncio
@@ -36,23 +36,23 @@ from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 logger = logging.getLogger("vllm." + __name__)
 
 PATHS: Final = ("/v1/realtime/world/camera", "/v1/realtime/world/camera/")
-"""Both, because WebSocket clients do not follow a redirect."""
+"""Both paths are routed, because WebSocket clients do not follow redirects."""
 
-_OFF_LOOP_BYTES: Final = 64 * 1024  # messages from here on are decoded on a thread
+_OFF_LOOP_BYTES: Final = 64 * 1024  # messages of this size and above are decoded on a thread
 
 
 def world_camera_endpoint(manager: SessionManager, max_message_bytes: int) -> RealtimeEndpoint:
-    """Return the world camera endpoint over these sessions.
+    """Return the world camera endpoint.
 
     Args:
         manager: Sessions of this process.
-        max_message_bytes: The server's limit of a WebSocket message, which the first message of a connection names.
+        max_message_bytes: The server's limit of a WebSocket message in bytes, reported in `hello`.
     """
     return RealtimeEndpoint(manager, partial(_Client, max_message_bytes=max_message_bytes))
 
 
 class _Client(ConnectionHandler):
-    """A connection whose requests each run in a task of their own."""
+    """A connection that runs each request in its own task."""
 
     door = "realtime/world/camera"
     subprotocol = protocol.SUBPROTOCOL
@@ -84,7 +84,8 @@ class _Client(ConnectionHandler):
         await self._send(protocol.error_message(error))
 
     async def stop(self) -> None:
-        """Abort the runs of this client; its sessions stay for a while, so that it can come back."""
+        """Cancel this client's runs. Its sessions stay until they time out, so that it can
+        reconnect."""
         requests = list(self._requests)
         for task in requests:
             task.cancel()
@@ -96,13 +97,14 @@ class _Client(ConnectionHandler):
                 session.connections.discard(self)
 
     async def superseded(self) -> None:
-        """Another connection has taken a session of this one over."""
+        """Close this connection, because another one has resumed one of its sessions."""
         await self.connection.close(Close.SUPERSEDED, "another connection took this session over")
 
     # -- messages in ---------------------------------------------------------------------------------------------
 
     async def take(self, data: bytes | str) -> None:
-        """Decode one message and start its work; a message that cannot be understood is refused, nothing more."""
+        """Decode one message and start its work. An invalid message is refused without other
+        effects."""
         request_id: str | None = None
         try:
             if isinstance(data, str):
@@ -116,7 +118,7 @@ class _Client(ConnectionHandler):
             await self._refuse(error, request_id)
 
     async def _decode(self, data: bytes) -> tuple[Decoded, bytes]:
-        """Return the message and a digest of its bytes; large ones are worked on off the event loop."""
+        """Return the message and a digest of its bytes. Large messages are decoded on a thread."""
 
         def work() -> tuple[Decoded, bytes]:
             return decode(data), hashlib.blake2b(data, digest_size=16).digest()
@@ -127,10 +129,10 @@ class _Client(ConnectionHandler):
             raise self.connection.undecodable(error) from None
 
     def _start(self, message: protocol.Message, dialect: Dialect | None, digest: bytes) -> None:
-        """Do the work of one message in its own task; tasks begin in the order of their messages."""
+        """Start a task for one message. Tasks start in the order of their messages."""
         if len(self._requests) >= self.limits.max_requests_per_connection and not isinstance(message, protocol.Ping):
             raise DoorError(
-                "busy", f"{len(self._requests)} requests of this connection are unanswered", retry_after_ms=100
+                "busy", f"{len(self._requests)} requests of this connection are in progress", retry_after_ms=100
             )
         work: Callable[[], Awaitable[None]]
         match message:
@@ -155,7 +157,7 @@ class _Client(ConnectionHandler):
         task.add_done_callback(self._requests.discard)
 
     async def _answer(self, message: protocol.Message, work: Callable[[], Awaitable[None]]) -> None:
-        """Run one message's work; whatever goes wrong is this message's error."""
+        """Run the work of one message. Every failure is reported as an error of this message."""
         log_context.bind(session_id=self._session_id(message))
         try:
             await work()
@@ -221,7 +223,10 @@ class _Client(ConnectionHandler):
             )
 
     async def _follow(self, session: Session, run: Run, start: int = 0) -> bool:
-        """Deliver a run's replies; when this connection leaves and nobody has taken over, the run is cancelled."""
+        """Deliver a run's replies.
+
+        If this connection ends and no other follows the run, the run is cancelled.
+        """
         try:
             return await run.follow(self.connection.send, self, self.manager.pace(run.job.replies.fps), start)
         finally:
@@ -230,8 +235,8 @@ class _Client(ConnectionHandler):
 
     def _job(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> Job:
         extra, facts, image, limits = message.extra_body, self.manager.facts, message.image, self.limits
-        # Clients of the first version of this protocol send `camera` with array markers, expect lists of float
-        # frames, and ask for numbers of frames that do not fill chunks.
+        # Clients of the protocol's first version send `camera` with array markers, expect lists of
+        # float frames, and request numbers of frames that do not fill chunks.
         first_version = message.camera is not None and dialect is not None and message.protocol_version is None
         camera, actions = message.camera_path(limits.max_frames_per_request), message.script(facts.actions)
         if camera is not None and not facts.actions.pose:
@@ -346,7 +351,7 @@ class _Client(ConnectionHandler):
     def _known(self, session_id: str) -> Session:
         session = self.manager.find(self._key(session_id))
         if session is None:
-            raise DoorError("session_evicted", "no such session is kept here; begin again with an image")
+            raise DoorError("session_evicted", "the server has no such session; start again with an image")
         return session
 
     async def _pong(self, message: protocol.Ping) -> None:
