@@ -16,8 +16,9 @@ Each file in `benchmarks/results` is one row. A benchmark writes date, command, 
       "values": [{"name": "frames/s", "decimals": 1, "starts": [43.1, 42.9]}]
     }
 
-`starts` has one value per start of the command. A cell shows their median, and the range where there are several.
-tests/docs/test_results_page.py fails when the committed pages differ from the generated ones.
+`starts` has one value per start of the command. A cell shows their median, and the range where
+there are several. tests/docs/test_results_page.py fails when the committed pages differ from the
+generated ones.
 """
 
 import argparse
@@ -39,29 +40,32 @@ END = "<!-- end -->"
 INTRODUCTION = f"""{BEGIN}
 # Measured results
 
-Generated from [benchmarks/results](../../benchmarks/results) by `make results`. A cell shows the median over the starts of
-the command and, where there were several starts, their range. Weights are random unless a row says otherwise, because
-speed does not depend on them. The commit is the one that recorded the result. Cards of one kind differ by up to six
-percent, and no original implementation was measured here, so compare only rows of this page with each other, or run the
-command on your own card. [Lessons from optimization](../architecture/speed_log.md) says what made the difference.
+Generated from [benchmarks/results](../../benchmarks/results) by `make results`. A cell shows the
+median over the starts of the command and, where there were several starts, their range. Weights
+are random unless a row says otherwise, because speed does not depend on them. The commit is the
+one that recorded the result. Cards of one kind differ by up to six percent, and no original
+implementation was measured here, so compare only rows of this page with each other, or run the
+command on your own card. [Lessons from optimization](../architecture/speed_log.md) says what made
+the difference.
 """
 
 TABLES = {
     "lingbot_world": (
         "LingBot World Fast",
-        "480x832, window of 18 latent frames with 9 sink frames, four denoise steps and the clean-context pass per chunk of "
-        "12 frames. Whole engine, with VAE decode and transport.",
+        "480x832, window of 18 latent frames with 9 sink frames, four denoise steps and the "
+        "clean-context pass per chunk of 12 frames. Whole engine, with VAE decode and transport.",
     ),
     "other_worlds": ("Other world models", "One session, whole engine, with VAE decode and transport."),
     "causal_wan": (
         "Causal Wan",
-        "480x832, four denoise steps and the clean-context pass per chunk of 12 frames, window of 9 latent frames, exact VAE "
-        "decode.",
+        "480x832, four denoise steps and the clean-context pass per chunk of 12 frames, window of 9 "
+        "latent frames, exact VAE decode.",
     ),
     "streams": (
         "Live streams per GPU",
-        "Causal Wan 1.3B, 480x832. Viewers request the next chunk as they play. A stream is held if the 99th percentile of "
-        "the gaps between its chunks is at most 1.5 chunks' playing time and it plays at 98 % of its rate.",
+        "Causal Wan 1.3B, 480x832. Viewers request the next chunk as they play. A stream is held if "
+        "the 99th percentile of the gaps between its chunks is at most 1.5 chunks' playing time and "
+        "it plays at 98 % of its rate.",
     ),
     "images": ("Images and video clips", "One request at a time, whole engine."),
     "quality": (
@@ -160,7 +164,7 @@ def page_text(rows: list[Row]) -> str:
         for row in chosen:
             values = {value["name"]: format_value(value) for value in row.record["values"]}
             cells = [row.record["row"], *(values.get(name, "") for name in names), row.hardware]
-            cells += [row.document["date"], f"`{row.record['commit']}`", f"`{row.command}`"]
+            cells += [row.document["date"], row.record["commit"], f"`{row.command}`"]
             lines.append("| " + " | ".join(cells) + " |")
         parts.append(f"## {heading}\n\n{introduction}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts) + f"\n{END}\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`.ci/run` runs all its steps even if one fails, its status says whether all passed, and the commit selects the shard."""
+"""`.ci/run` runs all its steps even if one fails, and the commit selects the nightly shard."""
 
 import os
 import re

@@ -2,7 +2,7 @@
 """The deadline scheduler and the ladder `tiny_vae` before a device whose host is a step ahead, in virtual time.
 
 Times are those of an H200 with causal Wan 1.3B at 480x832 and its exact decoder, viewers those of
-`benchmarks/streams_per_gpu.py`: benchmarks/results/2026-11-23_streams_per_gpu_tiny_vae_ladder.json.
+`benchmarks/streams_per_gpu.py`.
 """
 
 import heapq

@@ -36,18 +36,10 @@ ELSEWHERE = {
     "MediaSource.addSourceBuffer": "of browsers",
     "Esc": "a key",
     "terminationGracePeriodSeconds": "of Kubernetes",
-    "k_img": "a part of layer names of Wan 2.1 I2V",
     "ticket.XXX": "an example",
     ".try_vllm/": "made by scripts/try_vllm.py",
-    "mutants/": "made by `make mutants`",
     "times.json": "an example",
     "Worker._make_model_runner": "of vLLM's gpu_worker; this package has an enum of the same name",
-    "_header": "of outputs.py",
-    "_marked": "of codec.py",
-    "_dtypes": "of outputs.py",
-    "_lead_bytes": "of outputs.py",
-    "_pack_in_place": "of outputs.py",
-    "test_a_header_may_fill_the_room_before_a_result_tensor": "a test",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
 """Names that are neither of this package nor of vLLM, and whose they are."""
@@ -134,7 +126,7 @@ def flags() -> frozenset[str]:
             found.update(action.option_strings)
             if isinstance(action.choices, dict):
                 parsers += [each for each in action.choices.values() if isinstance(each, argparse.ArgumentParser)]
-    folders = [docs.REPO / folder for folder in ("benchmarks", "examples", "scripts", "tests")]
+    folders = [docs.REPO / folder for folder in ("benchmarks", "examples", "scripts", "tests", "training")]
     scripts = (path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__))
     return frozenset(found.union(*(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text()) for path in scripts)))
 
