@@ -61,6 +61,7 @@ class OmniEngine:
         self._client = client
         self._process, self._numbers = secrets.token_hex(8), itertools.count()  # of requests: unique in the engine
         self._ranks = ranks if ranks is not None and ranks.size > 1 else None
+        self._logs_chunks = logger.isEnabledFor(logging.DEBUG)
 
     @property
     def is_dead(self) -> bool:
@@ -91,7 +92,7 @@ class OmniEngine:
             if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
                 raise RequestFailed("cancelled", "the request was cancelled")
             meta, results = unpack_arrays(answer.outputs.data)
-            if logger.isEnabledFor(logging.DEBUG) and "chunk_index" in meta:
+            if self._logs_chunks and "chunk_index" in meta:
                 _log_chunk(meta, time.monotonic() - sent_s)
             return meta, results
         except asyncio.CancelledError:

@@ -66,7 +66,7 @@ def engine() -> LoopEngine:
 
 
 @pytest.mark.parametrize(
-    ("asks", "most"), [pytest.param(False, 97, id="without end"), pytest.param(True, 212, id="asked for each")]
+    ("asks", "most"), [pytest.param(False, 95, id="without end"), pytest.param(True, 210, id="asked for each")]
 )
 def test_a_chunk_takes_few_calls(door: DoorServer, engine: LoopEngine, asks: bool, most: int) -> None:
     """From the engine's answer to the socket; with `credit` also the client's message that asks for it."""

@@ -114,9 +114,12 @@ def test_the_causal_window_is_the_sessions(
 
 
 @pytest.mark.parametrize(("level", "lines"), [(logging.DEBUG, 2), (logging.INFO, 0)])
-def test_each_chunk_is_a_line_of_the_debug_log(client: GenerateClient, level: int, lines: int) -> None:
-    """With its place in the stream and its time; the session's id is added to each line of the log."""
-    with logged(engine_client.logger, level) as texts:
+def test_each_chunk_is_a_line_of_the_debug_log(make_door: MakeDoor, level: int, lines: int) -> None:
+    """With its place in the stream and its time; the session's id is added to each line of the log.
+
+    The engine's client reads the logger's level once.
+    """
+    with logged(engine_client.logger, level) as texts, GenerateClient(make_door().port) as client:
         client.init(max_chunks=2)
         client.chunk()
         client.chunk()
