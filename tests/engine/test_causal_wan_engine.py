@@ -157,6 +157,27 @@ def test_two_ranks_agree_with_one(
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_two_ranks_compute_a_window_again_as_one(
+    causal_wan: Path, expected: list[list[torch.Tensor]], parallel: str
+) -> None:
+    """With `prompt_switch` "recompute": the streams differ from those that keep their window from the new prompt on."""
+    omni = {"model": {**MODEL, "prompt_switch": "recompute"}}
+    found: list[list[list[torch.Tensor]]] = []
+
+    async def scenario() -> None:
+        for ranks in (1, 2):
+            async with engine(causal_wan, omni, **{parallel: ranks}) as client:
+                found.append(await streams(client))
+
+    asyncio.run(scenario())
+    one, two = found
+    assert largest_difference(one, two) <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
+    for ours, kept in zip(one, expected, strict=True):
+        assert [torch.equal(x, y) for x, y in zip(ours, kept, strict=True)] == [True, True, False, False]
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: elsewhere there are no graphs to compare")
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor
     # family, omni, chunk, chunks
     "world": ("lingbot_world", {"model": {**SMALL, **ENCODING}}, world_chunk, 2),
     "world that restarts its decoder": ("lingbot_world", {"model": {**SMALL, "convention": "pr3701"}}, world_chunk, 3),
-    "stream, video in": ("causal_wan", {"model": SMALL}, video_chunk, 2),
+    "stream, video in": ("causal_wan", {"model": {**SMALL, "prompt_switch": "recompute"}}, video_chunk, 2),
     "stream, tiny decoder": ("causal_wan", {"model": {**SMALL, "decoder": "tiny"}}, text_chunk, 2),
     "stream, renewed sinks": (
         "causal_wan",
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor
 }
 KINDS = {
     "world": frozenset({"kv.frame", "decoder.conv", "condition.conv", "condition.last", "camera.pose"}),
-    "stream, video in": frozenset({"kv.frame", "decoder.conv", "encoder.conv", "video.last_frame"}),
+    "stream, video in": frozenset({"kv.frame", "decoder.conv", "encoder.conv", "video.last_frame", "past.latents"}),
     "stream, renewed sinks": frozenset({"kv.frame", "kv.sink_at"}),
 }
 """What must be among a session's tensors, so that it is forged."""

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "keys and mouse, two kinds of rings": ("waypoint", {}, frame_chunk, 11),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
+    "stream, recomputed by a new prompt": ("causal_wan", {**SMALL, "prompt_switch": "recompute"}, text_chunk, 4),
     "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),
     "stream, renewed sinks": (
         "causal_wan",
@@ -104,6 +105,7 @@ DAILY = (
     "game, windows of trunk, mouse and keyboard",
     "stream, moving sinks",
     "stream, renewed sinks",
+    "stream, recomputed by a new prompt",
 )
 
 

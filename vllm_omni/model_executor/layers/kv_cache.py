@@ -40,6 +40,7 @@ class KVWindow:
     max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
     (dropping sinks first, as the original does when its attention size is below its cache size).
     rings: where the memory comes from, and goes to at `close`; None = it is made, and freed.
+    valid_from: ring frames before this one stay invisible: their slots hold keys and values of other frames.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class KVWindow:
         self.max_attention_tokens = max_attention_tokens
         self.spare_frames = spare_frames if sink_frames < window_frames else 0  # global attention overwrites nothing
         self.committed_frames = 0
+        self.valid_from = 0
         shape = (num_layers, 2, (window_frames + self.spare_frames) * tokens_per_frame, num_heads, head_dim)
 
         def new_ring() -> Ring:
@@ -201,6 +203,8 @@ class KVWindow:
         limit = self.max_attention_tokens
         if self.spare_frames and frames.stop > self.window_frames:
             return None
+        if self.valid_from > self._oldest_ring_frame(frames.stop):
+            return None
         if limit is None or limit >= valid:
             return slice(0, valid)
         # In slot order, which is chronological as long as the ring has not turned.
@@ -247,6 +251,10 @@ class KVWindow:
         }
         return {**named, **self.format.tensors()} if live else named
 
+    def hide_before(self, frame: int) -> None:
+        """Set `valid_from`: frames from `frame` on are written again, and those before it have left the ring."""
+        self.valid_from, self._seen = frame, None
+
     def take_first_frames(self, other: Self, num_frames: int) -> None:
         """Hold the stream's first `num_frames` frames as another window of the same sizes does."""
         part = slice(0, num_frames * self.tokens_per_frame)
@@ -291,7 +299,7 @@ class KVWindow:
 
     def visible_frames(self, end_frame: int) -> list[int]:
         """Return the frames a chunk ending at `end_frame` sees, oldest first."""
-        ring = range(max(self.sink_frames, self._oldest_ring_frame(end_frame)), end_frame)
+        ring = range(max(self.valid_from, self._oldest_ring_frame(end_frame)), end_frame)
         return [*range(min(self.sink_frames, end_frame)), *ring]
 
     def _oldest_ring_frame(self, end_frame: int) -> int:

@@ -69,6 +69,21 @@ class ChunkPlan:
         start = self.first_chunk_frames + (chunk_index - 1) * self.chunk_frames
         return range(start, start + self.chunk_frames)
 
+    def past_chunks(self, chunk_index: int) -> list[range]:
+        """Return the latent frames of the earlier chunks that a chunk sees, oldest first.
+
+        Without sinks, once the window has moved away from them.
+        """
+        stop, first = self.frames(chunk_index).stop, 0
+        if stop > self.window_frames > self.sink_frames:
+            first = max(self.sink_frames, stop - (self.window_frames - self.sink_frames))
+        chunks: list[range] = []
+        while chunk_index and self.frames(chunk_index - 1).stop > first:
+            chunk_index -= 1
+            frames = self.frames(chunk_index)
+            chunks.append(range(max(frames.start, self.sink_frames if first else 0), frames.stop))
+        return chunks[::-1]
+
     def pixel_frames(self, chunk_index: int) -> range:
         """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of 3 latents, 12 later."""
         frames = self.frames(chunk_index)

@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "window_frames": 6,
         "sink_frames": 3,
     },
+    "strict, recomputed by a new prompt": {"window_frames": 9, "sink_frames": 3, "prompt_switch": "recompute"},
 }
 
 
@@ -211,6 +212,8 @@ def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
         total = sum(window.nbytes for window in held)
         parts = [session.decoder_cache, getattr(session.own, "encoder", None)]  # type: ignore[attr-defined]
         total += sum(part.nbytes for part in parts if part is not None) + session.cross_kv.nbytes  # type: ignore[attr-defined]
+        if session.shape.keeps_latents:  # type: ignore[attr-defined]
+            total += any_model.sizes.past_nbytes(session.shape)  # type: ignore[attr-defined]
         assert total <= admitted <= total + 3 * HEIGHT * WIDTH
         session.close()
         session.close()
@@ -239,6 +242,78 @@ def test_a_new_prompt_counts_from_its_chunk_on(model: CausalWan) -> None:
     a, b = run_chunk(model, switched, prompt="a town"), run_chunk(model, base)
     assert not torch.equal(a[1]["frames"], b[1]["frames"])
     assert switched.scalars()["prompt"] == "a town"
+
+
+# -- a window computed again under a new prompt ------------------------------------------------------------------------
+
+RECOMPUTE = {"window_frames": 9, "sink_frames": 3, "prompt_switch": "recompute"}
+
+
+def test_a_new_prompt_computes_the_window_again(causal_wan: Path) -> None:
+    """While nothing has left the window: as if the new prompt had been the stream's from its first frame on."""
+    model = load_model(causal_wan, **RECOMPUTE)
+    switched, fresh = open_session(model, "a", output="both"), open_session(model, "b", output="both")
+    for _ in range(2):
+        made = run_chunk(model, switched, prompt="a beach", output="both")[1]["latents"]
+        run_chunk(model, fresh, {"latents": made}, prompt="a town", output="both")
+    ours, theirs = (run_chunk(model, session, prompt="a town", output="both") for session in (switched, fresh))
+    torch.testing.assert_close(ours[1]["latents"], theirs[1]["latents"], atol=1e-5, rtol=0)
+    keys = {name: tensor for name, tensor in switched.tensors().items() if name.startswith("kv.")}
+    assert keys
+    for name, tensor in fresh.tensors().items():
+        if name in keys:
+            torch.testing.assert_close(keys[name], tensor, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("chunks", "recomputed"), [(1, 1), (2, 2), (3, 1), (6, 1)])
+def test_a_chunk_with_a_new_prompt_runs_the_window_first(causal_wan: Path, chunks: int, recomputed: int) -> None:
+    """One clean pass for each chunk in the window, and none where the prompt is the same."""
+    model = load_model(causal_wan, **RECOMPUTE)
+    session = open_session(model)
+    for _ in range(chunks):
+        run_chunk(model, session, prompt="a beach")
+    passes = []
+    for prompt in ("a beach", "a town"):
+        request = make_request(session, prompt=prompt)
+        model.prepare_encode(request)
+        passes.append(request.num_steps)
+    assert passes == [5, 5 + recomputed]
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_frames_that_left_the_window_stay_invisible_to_it(causal_wan: Path, sinks: int) -> None:
+    """What later slots of the ring hold while an older chunk is computed again does not reach it."""
+    options = {**RECOMPUTE, "latent_frames_per_chunk": 2, "window_frames": 8, "sink_frames": sinks}
+    model, results = load_model(causal_wan, **options), []
+    for noise in (0.0, 7.0):
+        session = open_session(model, "a", output="latents")
+        for _ in range(7):
+            run_chunk(model, session, prompt="a beach", output="latents")
+        ring = slice(sinks * session.window.clean.tokens_per_frame, None)  # type: ignore[attr-defined]
+        session.window.clean.buffer[:, :, ring] += noise  # type: ignore[attr-defined]
+        results.append(run_chunk(model, session, prompt="a town", output="latents")[1]["latents"])
+    assert torch.equal(*results) and bool(torch.isfinite(results[0]).all())
+
+
+def test_without_a_new_prompt_nothing_changes(causal_wan: Path) -> None:
+    plain = load_model(causal_wan, window_frames=9, sink_frames=3)
+    for ours, theirs in zip(stream(load_model(causal_wan, **RECOMPUTE), 5), stream(plain, 5), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_later_chunks_see_the_recomputed_window(causal_wan: Path) -> None:
+    """Switching there and back is another stream than one that never switched, and stays within its admitted bytes."""
+    model = load_model(causal_wan, **RECOMPUTE)
+    session = open_session(model)
+    admitted = model.session_nbytes(DiffusionParams(session_id="a", prompt="a beach"))
+    for index in range(6):
+        run_chunk(model, session, prompt="a beach" if index % 2 else "a town")
+        assert session.nbytes == admitted
+        past = session.past  # type: ignore[attr-defined]
+        window = session.window.nbytes  # type: ignore[attr-defined]
+        assert past.untyped_storage().nbytes() == past.nbytes <= session.reserved_bytes - window  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="prompt_switch 'recompute' needs cache 'strict', got 'noise_matched'"):
+        load_model(causal_wan, **{**RECOMPUTE, "cache": "noise_matched"})
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ PROMPTS = ("a beach", None, "a town at night", None)
         ("text", {}),
         ("text", {"cache": "noise_matched"}),
         ("video", {}),
+        ("text", {"prompt_switch": "recompute"}),
     ],
-    ids=["strict", "noise-matched", "video"],
+    ids=["strict", "noise-matched", "video", "recomputed"],
 )
 def test_frames_are_those_of_one_rank(causal_wan: Path, source: str, options: dict[str, Any]) -> None:
     """Over a prompt switch, with and without a clean pass, and from video, which only the rank with layers encodes."""

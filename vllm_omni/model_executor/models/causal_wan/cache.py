@@ -61,6 +61,18 @@ class ChunkCache(WindowSet):
             if 0 < frames.start < window.sink_frames:
                 window.keep_sinks(frames)
 
+    def recompute(self, first_frame: int) -> "ChunkCache":
+        """Return a copy whose frames from `first_frame` on are to be written again, oldest first; strict only."""
+        other = self.fork()
+        other.clean.hide_before(first_frame)
+        return other
+
+    def keep_sinks(self, frames: range) -> None:
+        """After a clean pass that wrote `frames` again: keep the sinks among them."""
+        for window in self._sink_windows(0):
+            if frames.start < window.sink_frames:
+                window.keep_sinks(frames)
+
     def resemblances(self, end_frame: int, step: int = 0) -> torch.Tensor | None:
         """Return this rank's sums [windows, L, S, 2, 3] that decide which sinks are renewed, or None: nothing is.
 

@@ -36,6 +36,7 @@ _WINDOW, _SINK, _CHUNK = 21, 3, 3
 """Defaults of a checkpoint that names no window: the length it was trained on, one chunk of it kept for ever."""
 
 CacheKind = Literal["strict", "noise_matched"]
+PromptSwitch = Literal["keep", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         that no distance grows beyond the window; `absolute` leaves them where they were made (the original).
     sink_refresh_threshold: a frame that leaves the window replaces the sink it resembles least if their similarity is
         below this; None = sinks stay. Needs chunks of one frame.
+    prompt_switch: keys and values of earlier frames when a chunk brings a new prompt. `keep`: as they are.
+        `recompute`: those of the window are computed again under it, by a clean pass of each chunk in the window
+        (LongLive's KV recache). Sinks are computed again until the window has moved away from them. Needs `strict`;
+        a session takes the memory of a second window.
     """
 
     cache: CacheKind = "strict"
@@ -113,6 +118,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     normalize_video_latent: bool = True
     sink_position: Literal["window", "absolute"] = "window"
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
+    prompt_switch: PromptSwitch = "keep"
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "CausalWanOptions":
@@ -136,6 +142,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
                 f"omni.model: a chunk can start at timestep {lowest}, not above the second of video_denoising_steps, "
                 f"{video.timesteps[1]:g}"
             )
+        if parsed.cache != "strict" and parsed.prompt_switch == "recompute":
+            raise ValueError(f"omni.model: prompt_switch 'recompute' needs cache 'strict', got {parsed.cache!r}")
         if parsed.cache != "strict" and text.num_steps != video.num_steps:
             raise ValueError(
                 f"omni.model: cache {parsed.cache!r} keeps a window for every step; denoising_steps and "

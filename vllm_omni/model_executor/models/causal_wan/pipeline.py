@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal Wan 2.1 served chunk by chunk: encode, a few denoise steps, one clean pass, decode, commit.
 
+    transformer(past, 0, cache): of each chunk in the window, if the prompt is new and `prompt_switch` says so
     transformer(given, 0, cache): of latent frames that the client gave, a start image's for one
     x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video)
     for i, t in enumerate(timesteps):
@@ -34,7 +35,13 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayo
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
-from vllm_omni.model_executor.models.causal_wan.state import Chunk, ChunkInputs, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.state import (
+    Chunk,
+    ChunkInputs,
+    PastChunk,
+    StreamSession,
+    StreamShape,
+)
 from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
@@ -91,7 +98,8 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         if shape.source == "video" and not self.options.video_input:
             raise RequestFailed("invalid_request", "this server makes video from text only (omni.model.video_input)")
         self.vae.check_height(shape.height)
-        return shape
+        recomputes = self.options.prompt_switch == "recompute" and not self.parallel.is_vae_stage
+        return replace(shape, keeps_latents=recomputes)
 
     def window_nbytes(self, shape: StreamShape) -> int:
         return self.sizes.cache_nbytes(shape)
@@ -108,6 +116,8 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         total = behind * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
             total += (1 + behind) * self.video.state_nbytes(shape.height, shape.width)
+        if shape.keeps_latents:
+            total += self.sizes.past_nbytes(shape)
         return total
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
@@ -145,6 +155,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         if given is not None:
             latents[:, :num_given] = given
         behind = frames[num_given:] or frames
+        past = self._past_chunks(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
             schedule=every_second_step(schedule) if degradations.FEWER_STEPS in request.degradations else schedule,
@@ -152,7 +163,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             noise=noise,
             rope=self._rope(behind, session.shape),
             text=text,
-            window=session.window,
+            window=session.window.recompute(past[0].frames.start) if past else session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
             own=video,
@@ -161,6 +172,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             noise_scale=None if video is None else video.noise_scale,
             cross_kv=standing.cross_kv if known else None,
             index=standing.chunk_index,
+            past=past,
         )
         makes_frames = num_given < len(frames)
         request.clean_passes = int(self.options.cache != "noise_matched" and makes_frames)
@@ -242,6 +254,13 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
 
     # -- parts of the above --------------------------------------------------------------------------------------------
 
+    def _past_chunks(self, session: StreamSession, prompt: str) -> tuple[PastChunk, ...]:
+        """The earlier chunks whose K/V are computed again under a new `prompt`."""
+        if prompt == session.prompt:
+            return ()
+        past = session.past_latents()
+        return tuple(PastChunk(frames, latents, self._rope(frames, session.shape)) for frames, latents in past)
+
     def _given(self, request: Request, inputs: ChunkInputs) -> torch.Tensor | None:
         """The chunk's first latent frames [16, G, h, w] that the client gave, on the device; None = it gave none."""
         if inputs.latents is not None:
@@ -257,14 +276,16 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         return self.transformer.rope(frames, self.sizes.latent_shape(shape, len(frames)))
 
     def begin_step(self, request: Request) -> None:
-        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Where
-        sinks are placed: there.
+        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Before a forward
+        whose frames lie elsewhere in the stream: where sinks are placed.
         """
         chunk = request.work
         if chunk.cross_kv is None:
             assert chunk.text is not None
             chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
-        if chunk.window.has_sinks_per_step or request.step == 0:
+        if request.step < len(chunk.past):
+            chunk.window.open(chunk.past[request.step].frames)
+        elif chunk.window.has_sinks_per_step or request.step == len(chunk.past):
             chunk.window.open(chunk.frames, request.step)
 
     def _end_step(self, request: Request) -> None:
@@ -275,6 +296,8 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         if chunk.window.has_sinks_per_step:
             chunk.window.keep_own_sinks(chunk.frames, step)
         elif step + 1 < request.num_steps:
+            if step < len(chunk.past):
+                chunk.window.keep_sinks(chunk.past[step].frames)
             return
         sums = chunk.window.resemblances(chunk.frames.stop, step)
         if sums is not None:
@@ -289,12 +312,12 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         """A chunk's inputs of a forward: at its next step, or at denoise step `step`."""
         chunk = request.work
         assert chunk.cross_kv is not None
-        part = chunk.part(request.step)
-        rope = chunk.given_rope if chunk.given and request.step == 0 else chunk.rope
+        part, past = chunk.part(request.step), chunk.past[request.step : request.step + 1]
+        rope = past[0].rope if past else chunk.given_rope if chunk.is_given(request.step) else chunk.rope
         assert rope is not None
         step, clean = chunk.denoise_index(request.step) if step is None else step, chunk.schedule.num_steps
         return ChunkRow(
-            latents=chunk.latents_of(part),
+            latents=past[0].latents if past else chunk.latents_of(part),
             timestep=0.0 if step is None else chunk.schedule.timesteps[step],
             frames=part,
             rope=rope,

@@ -72,7 +72,7 @@ RELEASES = (
         state_keys=("generator", *STATE_KEYS),  # its code evaluates the network itself, not the average
         loras=("models/lora.pt", "lora.pt"),
         transformer={"local_attn_size": 12, "sink_size": 3, "num_frame_per_block": 3},
-        limits="a prompt switch does not recompute the K/V of earlier frames under the new prompt",
+        limits="a new prompt leaves the K/V of earlier frames as they are (omni.model.prompt_switch: recompute)",
     ),
     Release(
         "krea_realtime_14b",

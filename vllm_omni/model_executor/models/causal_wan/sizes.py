@@ -5,6 +5,7 @@ One place for both, so that admission counts the bytes that a session allocates.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,12 @@ class StreamSizes:
             windows = [window(plan.window_frames, plan.sink_frames, spare) for spare in self._step_spares()]
             return ChunkCache.noise_matched(windows)
         return ChunkCache.strict(window(plan.window_frames, plan.sink_frames, 0))
+
+    def past_nbytes(self, shape: StreamShape) -> int:
+        """Return the most bytes that a session takes so that a new prompt can compute its window again."""
+        plan = self._plan
+        frames = plan.window_frames + max(plan.first_chunk_frames, plan.chunk_frames)
+        return self.cache_nbytes(shape) + 4 * math.prod(self.latent_shape(shape, frames))
 
     def _step_spares(self) -> list[int]:
         """Spare frames of the windows of a noise-matched stream on this rank."""

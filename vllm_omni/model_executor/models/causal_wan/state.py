@@ -5,12 +5,14 @@ Its own value is where the input video stands. Held by
 tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
@@ -22,9 +24,13 @@ Source = Literal["text", "video"]
 
 @dataclass(frozen=True)
 class StreamShape(SessionShape):
-    """Sizes fixed by a stream's first chunk. A `video` source keeps an encoder cache."""
+    """Sizes fixed by a stream's first chunk. A `video` source keeps an encoder cache.
+
+    keeps_latents: of the frames in the window, so that their K/V can be computed again on this rank.
+    """
 
     source: Source
+    keeps_latents: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +74,9 @@ class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheL
     """A causal Wan stream; `layouts.own` is the layout of the encoder's cache."""
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
+    past: torch.Tensor | None = None
+    """Clean latents of the earlier frames that the next chunk sees, fp32 [16, F, h, w]. Immutable; shared by forks.
+    None = there are none, or the shape does not keep them."""
 
     def standing(self) -> Standing:
         return Standing(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.own)
@@ -78,6 +87,49 @@ class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheL
 
     def opening_options(self) -> dict[str, Any]:
         return {"source": self.shape.source}
+
+    def commit(self, chunk: StreamingChunk[ChunkCache, VideoInput]) -> None:
+        if chunk.window is not self.window:
+            self.window.close()
+            self.window = chunk.window
+        super().commit(chunk)
+        if self.shape.keeps_latents:
+            latents = chunk.latents if self.past is None else torch.cat([self.past, chunk.latents], dim=1)
+            visible = self._past_frames()
+            self.past = latents[:, -visible:].contiguous() if visible else None
+
+    def past_latents(self) -> list[tuple[range, torch.Tensor]]:
+        """Return the frames and clean latents of the earlier chunks that the next one sees, oldest first."""
+        if self.past is None:
+            return []
+        chunks = self.plan.past_chunks(self.chunk_index)
+        parts = self.past.split([len(frames) for frames in chunks], dim=1)
+        return list(zip(chunks, parts, strict=True))
+
+    def _past_frames(self) -> int:
+        return sum(len(frames) for frames in self.plan.past_chunks(self.chunk_index))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return super().tensors() | ({} if self.past is None else {"past.latents": self.past})
+
+    def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
+        super().restore(scalars, saved)
+        if self.shape.keeps_latents and (visible := self._past_frames()):
+            size = [LATENT_CHANNELS, visible, self.shape.height // VAE_SPATIAL, self.shape.width // VAE_SPATIAL]
+            self.past = saved.take("past.latents", self.window.device, torch.float32, size)
+
+    def fork(self, session_id: str) -> Self:
+        other = super().fork(session_id)
+        other.past = self.past
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        super().to(device)
+        self.past = None if self.past is None else self.past.to(device)
+
+    def close(self) -> None:
+        super().close()
+        self.past = None
 
     def restore_own(self, kept: StreamScalars, saved: SavedTensors, device: torch.device) -> VideoInput | None:
         encoder, scale = self.layouts.own, kept.noise_scale
@@ -103,12 +155,22 @@ class ChunkInputs:
     latents: torch.Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class PastChunk:
+    """The inputs of an earlier chunk's clean pass, run again. latents: fp32 [16, F, h, w]."""
+
+    frames: range
+    latents: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor]
+
+
 @dataclass(eq=False, kw_only=True)
 class Chunk(StreamingChunk[ChunkCache, VideoInput]):
     """One chunk in flight; `own` is where the input video stands after it.
 
     given: so many of its latent frames, from the first on, are the client's and stay as they are: the chunk's first
     pass, a clean one, leaves their K/V, and the other passes make the frames behind them. given_rope: of that pass.
+    past: earlier chunks whose clean passes come before all of these, into a `window` that replaces the session's.
     """
 
     schedule: FewStepSchedule
@@ -117,25 +179,31 @@ class Chunk(StreamingChunk[ChunkCache, VideoInput]):
     """The video input's, also where that is not."""
     given: int = 0
     given_rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    past: tuple[PastChunk, ...] = ()
 
     @property
     def num_steps(self) -> int:
         """Passes but for the clean one at the end."""
         if self.given == len(self.frames):
-            return 1
-        return int(self.given > 0) + self.schedule.num_steps
+            return len(self.past) + 1
+        return len(self.past) + int(self.given > 0) + self.schedule.num_steps
+
+    def is_given(self, step: int) -> bool:
+        """Whether pass `step` is that of the given frames."""
+        return self.given > 0 and step == len(self.past)
 
     def denoise_index(self, step: int) -> int | None:
-        if self.given == 0:
-            return super().denoise_index(step)
-        return None if step == 0 else super().denoise_index(step - 1)
+        index = step - len(self.past) - int(self.given > 0)
+        return super().denoise_index(index) if index >= 0 else None
 
     def part(self, step: int) -> range:
         """The latent frames, by absolute index, that pass `step` works on."""
+        if step < len(self.past):
+            return self.past[step].frames
         if self.given == 0:
             return self.frames
         behind = self.frames.start + self.given
-        return range(self.frames.start, behind) if step == 0 else range(behind, self.frames.stop)
+        return range(self.frames.start, behind) if self.is_given(step) else range(behind, self.frames.stop)
 
     def latents_of(self, part: range) -> torch.Tensor:
         """The latents of some of the chunk's frames, [16, len(part), h, w]."""
