@@ -110,6 +110,7 @@ class OmniEndpoints:
         names = dict.fromkeys([*(args.served_model_name or [args.model]), served])
         # vLLM lists these adapters at /v1/models; the state has them before it starts endpoint plugins.
         adapters = state.openai_serving_models.lora_requests
+        manager.adapters = lambda: adapters
         self._openai.start(engine_client, list(names), limits, executor, ranks, lambda: adapters)
         is_world = self._openai.served.capabilities.is_world
         if is_world:

@@ -137,7 +137,8 @@ class _Client(LiveClient):
     async def _begin(self, value: Any) -> None:
         """Start the session that `init` asks for; a bad init leaves the connection waiting for a good one."""
         init = protocol.parse_init(value, self.limits, self.facts.actions)
-        init = msgspec.structs.replace(init, seed=chosen_seed(init.seed))
+        lora = self.manager.with_adapter(init.model, init.lora)
+        init = msgspec.structs.replace(init, seed=chosen_seed(init.seed), lora=lora)
         for prompt in (init.prompt, *(timed.prompt for timed in init.prompts)):
             self.facts.check_prompt(prompt)
         size = init.height_width() or (self.facts.height, self.facts.width)
