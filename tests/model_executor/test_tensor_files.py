@@ -19,6 +19,7 @@ from vllm_omni.model_executor.tensor_files import (
     AdaptedSource,
     UnmappedSource,
     confined,
+    files_may_change,
     open_tensors,
     read_json,
     unchanged,
@@ -317,3 +318,36 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
             file.write(data if change == "rewritten" else b"")
     with pytest.raises(ValueError, match=r"was changed while it was read|cannot be read"):
         list(reading)
+
+
+@pytest.mark.parametrize("cut", [0, 4000])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, cut: int) -> None:
+    """A mapped one would end the process."""
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(1 << 10), "b": torch.ones(1 << 20)}, path)
+    with files_may_change():
+        tensors = open_tensors(path).read(["a", "b"])
+        assert torch.equal(next(tensors)[1], torch.ones(1 << 10))
+        os.truncate(path, cut)
+        with pytest.raises(ValueError, match=r"cannot be read|was changed while it was read"):
+            next(tensors)
+
+
+def test_a_file_that_is_replaced_before_its_data_is_read_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(8)}, path)
+    with files_may_change():
+        source = open_tensors(path)
+        save_file({"a": torch.ones(9)}, path)
+        with pytest.raises(ValueError, match="was changed while it was read"):
+            list(source.read(["a"]))
+
+
+def test_an_archive_is_read_whole_while_serving(tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    torch.save({"a": torch.ones(1 << 20)}, path)
+    with files_may_change():
+        source = open_tensors(path)
+        os.truncate(path, 0)
+        ((_, tensor),) = source.read(["a"])
+    assert torch.equal(tensor, torch.ones(1 << 20))

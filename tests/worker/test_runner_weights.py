@@ -12,6 +12,7 @@ from helpers.snapshot_steps import Worker, text_chunk
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_omni.model_executor import tensor_files
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
@@ -68,6 +69,23 @@ def test_weights_are_replaced_in_place(make_runner: MakeRunner, null_world: Path
             parameter.zero_()
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "c"), expected)
+
+
+def test_weights_are_reloaded_from_files_that_are_not_mapped(
+    make_runner: MakeRunner, causal_wan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may be writing them: a mapped file that is cut ends the process. At start they are mapped."""
+    runner = make_runner(causal_wan, SMALL)
+    load, unmapped = type(runner.network).load_checkpoint, []
+
+    def watched(network: Any, layout: Any) -> None:
+        unmapped.append(tensor_files.reads_unmapped())
+        load(network, layout)
+
+    monkeypatch.setattr(type(runner.network), "load_checkpoint", watched)
+    with torch.inference_mode():
+        runner.reload_weights()
+    assert unmapped == [True] and not tensor_files.reads_unmapped()
 
 
 @pytest.mark.parametrize("given", [{"weights_iterator": iter(())}, {"is_checkpoint_format": False}])

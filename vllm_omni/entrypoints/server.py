@@ -118,6 +118,7 @@ class ServerContext:
         )
         # vLLM lists these adapters at /v1/models; the state has them before it starts endpoint plugins.
         adapters = state.openai_serving_models.lora_requests
+        sessions.adapters = lambda: adapters
         served = replace(ServedModel.from_vllm_config(client.vllm_config, names), adapters=lambda: adapters)
         return cls(client, args, omni, limits, ranks, threads, sessions, served, OmniEngine(client, ranks))
 

@@ -2,21 +2,23 @@
 """Weight files as named tensors: shapes first, data one tensor at a time, nothing but plain dense tensors.
 
 Files are untrusted. Two formats are read: safetensors, and PyTorch zip archives through `torch.load(weights_only=True,
-mmap=True)`, which runs no code from the file and maps it instead of reading it. A truncated file, or one that is of
-another kind than its name says or holds anything but dense float tensors (in safetensors also those of quantized
-weights, `QUANTIZED_DTYPES`) is a ValueError of one line before any data is used.
+mmap=True)`, which runs no code from the file and maps it instead of reading it, unless `files_may_change`. A truncated
+file, or one that is of another kind than its name says or holds anything but dense float tensors (in safetensors also
+those of quantized weights, `QUANTIZED_DTYPES`) is a ValueError of one line before any data is used.
 Held by tests/model_executor/test_tensor_files.py.
 """
 
+import contextlib
 import json
 import math
 import os
 import shutil
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO, Final, Protocol
 
 import msgspec
 import torch
@@ -37,6 +39,28 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_CONFIG_BYTES = {"JSON": 64 << 20, "YAML": 1 << 20}
 
 
+_unmapped: Final = threading.Event()
+"""Set in `files_may_change`; of the process, because components are loaded on threads of their own."""
+
+
+@contextlib.contextmanager
+def files_may_change() -> Iterator[None]:
+    """In this block, files are read as `UnmappedSource` reads them: while serving, others may write them.
+
+    At start, files are mapped, because that is faster and nothing is lost with the process.
+    """
+    _unmapped.set()
+    try:
+        yield
+    finally:
+        _unmapped.clear()
+
+
+def reads_unmapped() -> bool:
+    """Return whether some caller is in a `files_may_change` block."""
+    return _unmapped.is_set()
+
+
 @dataclass(frozen=True)
 class SafetensorsSource:
     """Tensors of one or several safetensors files. `shapes` and `dtypes` come from their headers."""
@@ -52,10 +76,19 @@ class SafetensorsSource:
         for path, stored in self.files.items():
             if wanted.isdisjoint(stored):
                 continue
+            if reads_unmapped():
+                yield from self._read_unmapped(path, [name for name in stored if name in wanted])
+                continue
             with safe_open(path, framework="pt") as file:
                 for name in stored:
                     if name in wanted:
                         yield name, file.get_tensor(name)
+
+    def _read_unmapped(self, path: Path, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        source = UnmappedSource.open(path)
+        if any(source.shapes.get(name) != self.shapes[name] for name in names):
+            raise ValueError(f"{path} was changed while it was read; load it again when it is complete")
+        yield from source.read(names)
 
 
 @dataclass(frozen=True)
@@ -329,15 +362,19 @@ def _open_safetensors(paths: list[Path], where: str) -> SafetensorsSource:
 
 def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
     with path.open("rb") as file:
+        before = _identity(file)
         if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
             raise ValueError(f"{path} is no PyTorch zip archive; download it again or convert it to safetensors")
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=not reads_unmapped())
     except Exception as error:  # the unpickler raises whatever a malformed file makes it raise
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}): it is truncated or holds more than tensors; "
             "download it again"
         ) from error
+    with path.open("rb") as file:
+        if _identity(file) != before:
+            raise ValueError(f"{path} was changed while it was read; load it again when it is complete")
     if isinstance(tensors, dict) and (key := next((key for key in state_keys if key in tensors), None)) is not None:
         tensors = tensors[key]
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):

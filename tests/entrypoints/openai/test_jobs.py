@@ -22,6 +22,7 @@ from vllm_omni.entrypoints.openai.plan import plan_video
 from vllm_omni.entrypoints.openai.protocol import VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.store import JobRecord, MediaStore
+from vllm_omni.entrypoints.openai.videos import as_video
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.capabilities import Capabilities
@@ -104,6 +105,29 @@ def test_a_start_pose_goes_with_the_first_chunk_alone(tmp_path: Path) -> None:
     run(tmp_path, engine, work)
     scale = {"camera_scale": 0.1}
     assert [params.options for params, _ in engine.requests] == [{"start_pose": start, **scale}, scale]
+
+
+def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None:
+    """One for each latent frame that the video keeps; none of a world that does not know its camera's pose."""
+
+    class PosedEngine(InstantEngine):
+        async def run(self, params: DiffusionParams, arrays: Any) -> Results:
+            meta, results = await super().run(params, arrays)
+            if params.op == "generate":
+                meta["world_poses"] = [[float(params.chunk_index), float(row), 0.0, 0.0] for row in range(3)]
+            return meta, results
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await end_of(jobs, (await submit(jobs, num_frames=17)).id)
+        poses = as_video(record).world_poses
+        assert poses is not None
+        assert [pose[:2] for pose in poses] == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1]]
+
+    async def unposed(jobs: VideoJobs) -> None:
+        assert as_video(await end_of(jobs, (await submit(jobs, num_frames=9)).id)).world_poses is None
+
+    run(tmp_path, PosedEngine(), work)
+    run(tmp_path, InstantEngine(), unposed)
 
 
 def test_prompts_with_times_take_turns(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from helpers.instant_engine import InstantEngine
@@ -267,6 +268,56 @@ def test_png_is_lossless() -> None:
     back = np.asarray(Image.open(io.BytesIO(encode_picture(image, "png", None, None))))
     assert np.array_equal(image, back)
     assert len(encode_picture(image, "jpeg", 5, None)) < len(encode_picture(image, "jpeg", None, None))
+
+
+@pytest.mark.parametrize("name", ["AVIF", "BMP", "TIFF", "ICO", "JPEG2000"])
+def test_a_picture_in_another_format_is_refused_by_name(name: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (48, 32), "red").save(buffer, name)
+    said = "JPEG 2000" if name == "JPEG2000" else name
+    assert not is_clip(buffer.getvalue())
+    with pytest.raises(ApiError, match=f"{said} is not read here; send PNG, JPEG, WebP or GIF"):
+        read_upload(buffer.getvalue(), "image", DoorLimits())
+
+
+def test_heic_is_a_picture_that_is_refused_by_name() -> None:
+    """It begins as MP4 does."""
+    data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
+    assert not is_clip(data)
+    with pytest.raises(ApiError, match="HEIC is not read here"):
+        read_upload(data, "image", DoorLimits())
+
+
+@pytest.mark.parametrize("name", ["PNG", "WEBP", "GIF"])
+def test_of_an_animation_the_first_frame_is_taken(name: str) -> None:
+    buffer = io.BytesIO()
+    first, second = (Image.new("RGB", (48, 32), color) for color in ("red", "blue"))
+    first.save(buffer, name, save_all=True, append_images=[second])
+    red, _, blue = read_upload(buffer.getvalue(), "image", DoorLimits())[0, 0]
+    assert red > 240 and blue < 40
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [
+        *((name, "libx264") for name in ("mpegts", "flv", "matroska", "mov")),
+        ("avi", "mpeg4"),
+        ("asf", "msmpeg4"),
+        ("mpeg", "mpeg2video"),
+    ],
+)
+def test_containers_of_clips_are_recognised_and_read(container: str, codec: str) -> None:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream: Any = file.add_stream(codec, rate=24)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for level in range(9):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 20 * level, np.uint8), format="rgb24")
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    assert is_clip(buffer.getvalue())
+    levels = read_clip(buffer.getvalue(), 24.0, 9, "input_reference")[:, 0, 0, 0].astype(int)
+    assert len(levels) == 9 and abs(levels - 20 * np.arange(9)).max() < 8
 
 
 def clip(frames: int, fps: int) -> bytes:

@@ -147,7 +147,7 @@ def take_binary(data: bytes) -> None:
         try:
             message = parse()
             if isinstance(message, protocol.Infer):
-                message.camera_path(max_poses=100)
+                message.camera_path(max_poses=100, size=(832, 480))
                 message.script(_SPACE)
         except DoorError:
             refusals += 1

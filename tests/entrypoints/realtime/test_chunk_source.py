@@ -25,7 +25,7 @@ class Live(LiveChunks):
 
 
 def path(num_poses: int) -> CameraPath:
-    return CameraPath.parse(*camera(num_poses).values(), max_poses=1000)
+    return CameraPath.parse(*camera(num_poses).values(), max_poses=1000, size=(832, 480))
 
 
 def run_of(source: ChunkSource, *, starts_world: bool = True, first_chunk: int = 0, completed: int = 0) -> Run:

@@ -69,7 +69,7 @@ def test_sixty_small_turns_make_a_circle() -> None:
     track.push(command("v", "velocity", turn=about_y(6)))
     for number in range(20):
         poses_N44, _ = track.sample(9 if number == 0 else 12, 3)
-        CameraPath.parse(poses_N44, INTRINSICS, max_poses=100)
+        CameraPath.parse(poses_N44, INTRINSICS, max_poses=100, size=(832, 480))
     np.testing.assert_allclose(poses_N44[-1], np.eye(4), atol=1e-3)
 
 

@@ -35,7 +35,7 @@ def understand(value: object) -> None:
     try:
         message = protocol.parse(value, LIMITS)
         if isinstance(message, protocol.Infer):
-            message.camera_path(max_poses=100)
+            message.camera_path(max_poses=100, size=(832, 480))
     except DoorError as error:
         refusal = error
     if refusal is not None:

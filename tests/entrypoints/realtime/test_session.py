@@ -43,7 +43,8 @@ def job(
     return Job(
         request_id=request_id,
         digest=request_id.encode(),
-        source=source or PlannedChunks(camera=CameraPath.parse(*camera(num_frames).values(), max_poses=1000)),
+        source=source
+        or PlannedChunks(camera=CameraPath.parse(*camera(num_frames).values(), max_poses=1000, size=(832, 480))),
         start=WorldStart(load_image=load_image, restart=restart),
         replies=ReplyOptions(render=render, fps=fps),
     )

@@ -298,6 +298,21 @@ def test_adapters_at_the_start_and_by_interaction(make_door: MakeDoor, engine: F
     assert sent[0] in ([Lora(name="ink")], []) and sent.count([]) == 1
 
 
+def test_a_stream_selects_an_adapter_by_its_model(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """As at the other endpoints: `model` is the adapter's name; a scale that `lora` gives it wins."""
+    door = make_door()
+    door.manager.adapters = lambda: ("ink",)
+    choices: list[dict[str, Any]] = [{}, {"lora": [{"name": "ink", "scale": 0.5}]}, {"lora": [{"name": "oil"}]}]
+    for lora in choices:
+        with VideoClient(door.port) as client:
+            client.ask({**START, "model": "ink", **lora, "num_frames": FIRST})
+            client.until("session.done")
+    ink, oil, half = Lora(name="ink"), Lora(name="oil"), Lora(name="ink", scale=0.5)
+    assert [call.params.lora for call in engine.chunks] == [[ink], [half], [ink, oil]]
+    with VideoClient(door.port) as client:
+        assert "this server runs 'null', 'ink'" in client.ask({**START, "model": "other"})["message"]
+
+
 def test_a_model_without_camera_or_image_is_steered_by_prompts(make_door: MakeDoor, engine: FakeEngine) -> None:
     """Neither keys nor poses reach it; a camera command is refused; no image is needed."""
     engine.delay_s = 0.05

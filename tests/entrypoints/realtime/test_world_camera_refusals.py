@@ -111,6 +111,41 @@ def test_pose_policies(client: Client, engine: FakeEngine, policy: str, count: i
     np.testing.assert_array_equal(sent[-1], camera(count)["poses"][min(count, frames) - 1])
 
 
+def test_intrinsics_of_another_picture_are_scaled(client: Client, engine: FakeEngine) -> None:
+    """By `intrinsics_size`, the picture that they are for."""
+    path = {**camera(FIRST), "intrinsics": np.array([1280.0, 720.0, 640.0, 360.0]), "intrinsics_size": [1280, 720]}
+    client.send(infer(cameras=path))
+    client.frames()
+    np.testing.assert_allclose(engine.chunks[0].arrays["intrinsics"], np.tile([832, 480, 416, 240], (9, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("intrinsics", "size", "said"),
+    [
+        (
+            [1900.0, 1900.0, 960.0, 540.0],
+            None,
+            "outside a picture of 832x480: intrinsics for a picture of about 1920x1080",
+        ),
+        ([500.0, 500.0, -1.0, 240.0], None, "outside a picture of 832x480"),
+        (
+            [500.0, 500.0, 416.0, 240.0],
+            [64, 64],
+            "outside a picture of 64x64: intrinsics for a picture of about 832x480",
+        ),
+        ([500.0, 500.0, 416.0, 240.0], [832], "intrinsics_size must be [width, height]"),
+        ([500.0, 500.0, 416.0, 240.0], [832, 0], "intrinsics_size must lie within"),
+    ],
+)
+def test_intrinsics_that_fit_no_picture_are_refused(
+    client: Client, engine: FakeEngine, intrinsics: list[float], size: list[int] | None, said: str
+) -> None:
+    path = {**camera(FIRST), "intrinsics": np.array(intrinsics), "intrinsics_size": size}
+    error = client.ask(infer(cameras=path))
+    assert error["code"] == "invalid_camera" and said in error["message"]
+    assert not engine.chunks
+
+
 @pytest.mark.parametrize("shape", [(4,), (9, 4), (3, 3), (9, 3, 3), (4, 4), (9, 4, 4)])
 def test_intrinsics_come_in_six_shapes(client: Client, engine: FakeEngine, shape: tuple[int, ...]) -> None:
     """A vector or matrix, for all frames or for each."""

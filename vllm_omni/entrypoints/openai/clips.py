@@ -15,6 +15,7 @@ import numpy as np
 
 from vllm_omni.entrypoints.media import as_displayed
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+from vllm_omni.entrypoints.realtime.images import format_name
 
 _MAX_CLIP_SECONDS: Final = 600.0
 _CLIP_SIDE: Final = 1024
@@ -30,12 +31,23 @@ _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
 def is_clip(source: Any) -> bool:
-    """Whether an upload says that it is a video: a `data:video/` URL, or it begins as MP4, MOV, WebM or AVI do."""
+    """Whether an upload says that it is a video: a `data:video/` URL, or its first bytes are a container's.
+
+    AVIF and HEIC begin as MP4 does, and are pictures.
+    """
     if isinstance(source, str):
         return source.startswith("data:video/")
-    return (
-        source[4:8] in _MP4_BOXES or source[:4] == b"\x1aE\xdf\xa3" or (source[:4], source[8:12]) == (b"RIFF", b"AVI ")
-    )
+    if format_name(source) is not None:
+        return False
+    is_transport = len(source) > _TS_PACKET and source[0] == source[_TS_PACKET] == _TS_SYNC
+    is_avi = (source[:4], source[8:12]) == (b"RIFF", b"AVI ")
+    return source[4:8] in _MP4_BOXES or source.startswith(_CONTAINERS) or is_avi or is_transport
+
+
+_CONTAINERS: Final = (b"\x1aE\xdf\xa3", b"FLV\x01", b"OggS", b"\0\0\x01\xba", b"0&\xb2u\x8ef\xcf\x11")
+"""Matroska and WebM, FLV, Ogg, MPEG program streams, ASF."""
+_TS_PACKET, _TS_SYNC = 188, 0x47
+"""MPEG-TS: packets of so many bytes, each begins with this one."""
 
 
 class ClientLeftError(Exception):

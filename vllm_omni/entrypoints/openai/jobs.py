@@ -31,6 +31,7 @@ from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.store import Ending, JobRecord, MediaStore
 from vllm_omni.entrypoints.openai.video_file import VideoFile
 from vllm_omni.entrypoints.realtime.connection import ANONYMOUS
+from vllm_omni.entrypoints.realtime.engine import WORLD_POSES
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -236,8 +237,11 @@ class VideoJobs:
         left = plan.num_frames
         try:
             for params in self._chunks(plan, job.session_id):
-                _, results = await self._request(job, params, arrays if params.chunk_index == 0 else {})
+                meta, results = await self._request(job, params, arrays if params.chunk_index == 0 else {})
                 frames_THWC = results["frames"][:left]
+                if (poses := meta.get(WORLD_POSES)) is not None:
+                    kept = self._served.world.latent_frames(len(frames_THWC))
+                    job.record.world_poses = [*(job.record.world_poses or ()), *poses[:kept]]
                 left -= len(frames_THWC)
                 yield frames_THWC, plan.fps
         finally:

@@ -226,7 +226,11 @@ class JobError(BaseModel):
 
 
 class Video(BaseModel):
-    """A video job. `fps`, `num_frames`, `seed`, `inference_time_s`: extensions."""
+    """A video job. `fps`, `num_frames`, `seed`, `inference_time_s`, `world_poses`: extensions.
+
+    world_poses: [x_m, z_m, heading_degrees, pitch_degrees] of each latent frame; None = the camera's pose in the world
+    is unknown, or the video is not complete.
+    """
 
     id: str
     object: Literal["video"] = "video"
@@ -245,6 +249,7 @@ class Video(BaseModel):
     num_frames: int
     seed: int
     inference_time_s: float | None = None
+    world_poses: list[list[float]] | None = None
 
 
 class VideoList(BaseModel):

@@ -66,6 +66,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     expires_s: float | None = None
     error: dict[str, str] | None = None
     inference_time_s: float | None = None
+    world_poses: list[list[float]] | None = None
     file_bytes: int = 0
     principal: str = ANONYMOUS
 

@@ -164,6 +164,7 @@ def as_video(record: JobRecord) -> Video:
         num_frames=record.num_frames,
         seed=record.seed,
         inference_time_s=record.inference_time_s,
+        world_poses=record.world_poses,
     )
 
 

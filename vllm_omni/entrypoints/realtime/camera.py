@@ -33,9 +33,13 @@ class CameraPath:
         return len(self.poses_N44)
 
     @classmethod
-    def parse(cls, poses: Any, intrinsics: Any, max_poses: int) -> "CameraPath":
+    def parse(
+        cls, poses: Any, intrinsics: Any, max_poses: int, size: tuple[int, int], own_size: tuple[int, int] | None = None
+    ) -> "CameraPath":
         """Check a client's arrays or nested lists; intrinsics are `[N,4]`, `[N,3,3]`, `[N,4,4]` or one for all.
 
+        size: (width, height) of the picture that the server's intrinsics are given for. own_size: the client's, from
+        which its intrinsics are scaled; None = the same.
         Rotations within rounding of orthonormal are made exactly so. Raises `DoorError` `invalid_camera` or
         `non_finite_pose`, naming the value received and the values allowed.
         """
@@ -56,6 +60,19 @@ class CameraPath:
                 raise DoorError("invalid_camera", f"{name} must lie within +-{_LARGEST:g}", param=name)
         if (intrinsics_N4[:, :2] <= 0).any():
             raise DoorError("invalid_camera", "focal lengths fx and fy must be > 0", param="intrinsics")
+        given = size if own_size is None else own_size
+        centres_N2 = intrinsics_N4[:, 2:]
+        if (centres_N2 < 0).any() or (centres_N2 > given).any():
+            x, y = centres_N2[((centres_N2 < 0) | (centres_N2 > given)).any(axis=1)][0]
+            raise DoorError(
+                "invalid_camera",
+                f"the principal point ({x:g}, {y:g}) lies outside a picture of {given[0]}x{given[1]}: intrinsics for a "
+                f"picture of about {2 * x:g}x{2 * y:g}? Scale them to {size[0]}x{size[1]}, or name their picture's "
+                f"[width, height] as camera.intrinsics_size",
+                param="intrinsics",
+            )
+        scale_2 = np.array(size) / given
+        intrinsics_N4 = intrinsics_N4 * np.tile(scale_2, 2)
         return cls(
             np.ascontiguousarray(_with_exact_rotations(poses_N44), dtype=np.float32),
             np.ascontiguousarray(intrinsics_N4, dtype=np.float32),

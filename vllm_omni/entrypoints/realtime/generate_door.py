@@ -145,7 +145,8 @@ class _Client(LiveClient):
         """Start the session of an `init` message. After an invalid one, the client may send
         another."""
         init = protocol.parse_init(value, self.limits, self.facts.actions)
-        init = msgspec.structs.replace(init, seed=chosen_seed(init.seed))
+        lora = self.manager.with_adapter(init.model, init.lora)
+        init = msgspec.structs.replace(init, seed=chosen_seed(init.seed), lora=lora)
         for prompt in (init.prompt, *(timed.prompt for timed in init.prompts)):
             self.facts.check_prompt(prompt)
         size = init.height_width() or (self.facts.height, self.facts.width)

@@ -69,7 +69,40 @@ def _from_file(data: Any, limits: DoorLimits) -> Image.Image:
     except Image.DecompressionBombError:  # Pillow's limit, before ours could be looked at
         raise DoorError("image_too_large", "the image has far too many pixels", param="image") from None
     except Exception:  # Pillow's parsers raise a dozen types; their texts hold addresses and file names
-        raise DoorError("invalid_image", f"the image cannot be read; {_ALLOWED}", param="image") from None
+        name = format_name(data)
+        said = "the image cannot be read" if name in (None, *_READ) else f"{name} is not read here"
+        raise DoorError("invalid_image", f"{said}; {_ALLOWED}", param="image") from None
+
+
+_READ: Final = ("PNG", "JPEG", "WebP", "GIF")
+_SIGNATURES: Final = (
+    (0, b"\x89PNG", "PNG"),
+    (0, b"\xff\xd8\xff", "JPEG"),
+    (0, b"GIF8", "GIF"),
+    (8, b"WEBP", "WebP"),
+    (4, b"ftypavif", "AVIF"),
+    (4, b"ftypavis", "AVIF"),
+    *(
+        (4, b"ftyp" + brand, "HEIC")
+        for brand in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+    ),
+    (0, b"BM", "BMP"),
+    (0, b"II*\0", "TIFF"),
+    (0, b"MM\0*", "TIFF"),
+    (0, b"\0\0\x01\0", "ICO"),
+    (0, b"\0\0\0\x0cjP", "JPEG 2000"),
+    (0, b"\0\0\0\x0cJXL ", "JPEG XL"),
+    (0, b"\xff\x0a", "JPEG XL"),
+    (0, b"8BPS", "PSD"),
+    (0, b"%PDF", "PDF"),
+    (0, b"<svg", "SVG"),
+    (0, b"<?xml", "XML or SVG"),
+)
+
+
+def format_name(data: bytes) -> str | None:
+    """Return the name of a picture's format by the file's first bytes; None = an unknown one."""
+    return next((name for at, magic, name in _SIGNATURES if data[at : at + len(magic)] == magic), None)
 
 
 def _data_url(text: str, limits: DoorLimits) -> bytes:

@@ -97,9 +97,12 @@ class Infer(Message, frozen=True, kw_only=True):
     restart: bool = False
     extra_body: ExtraBody = ExtraBody()
 
-    def camera_path(self, max_poses: int) -> CameraPath | None:
-        """Return the checked path, None for actions; both keys must agree. Raises `DoorError`."""
-        paths = [_camera_path(value, max_poses) for value in (self.camera, self.cameras) if value is not None]
+    def camera_path(self, max_poses: int, size: tuple[int, int]) -> CameraPath | None:
+        """Return the checked path, None for actions; both keys must agree. Raises `DoorError`.
+
+        size: (width, height) that its intrinsics are for, unless it names another one.
+        """
+        paths = [_camera_path(value, max_poses, size) for value in (self.camera, self.cameras) if value is not None]
         if len(paths) + (self.actions is not None) == 0:
             raise DoorError(
                 "missing_camera", "camera (or cameras) with poses and intrinsics is required", param="camera"
@@ -238,11 +241,18 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _camera_path(camera: dict[str, Any], max_poses: int) -> CameraPath:
+def _camera_path(camera: dict[str, Any], max_poses: int, size: tuple[int, int]) -> CameraPath:
     for name in ("poses", "intrinsics"):
         if camera.get(name) is None:
             raise DoorError("missing_camera", f"camera.{name} is required", param=name)
-    return CameraPath.parse(camera["poses"], camera["intrinsics"], max_poses)
+    own_size = camera.get("intrinsics_size")
+    if own_size is not None:
+        if not isinstance(own_size, list | tuple) or [type(side) for side in own_size] != [int, int]:
+            raise DoorError("invalid_camera", "intrinsics_size must be [width, height]", param="intrinsics_size")
+        if min(own_size) < 1 or max(own_size) > 1 << 16:
+            raise DoorError("invalid_camera", "intrinsics_size must lie within 1 to 65536", param="intrinsics_size")
+        own_size = tuple(own_size)
+    return CameraPath.parse(camera["poses"], camera["intrinsics"], max_poses, size, own_size)
 
 
 def _kind(value: Any) -> str:

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.realtime.pace import ReaderPace
 from vllm_omni.entrypoints.realtime.run import HeldBytes
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_host import SessionKey
+from vllm_omni.inputs import Lora
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -80,6 +81,8 @@ class SessionManager:
         self.on_world_end: list[Callable[[str], None]] = []
         """Called with the engine's id of a session whose state is discarded."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self.adapters: Callable[[], Collection[str]] = tuple
+        """Names of the LoRA adapters that are loaded now; a stream's `model` may be one of them."""
         self.held = HeldBytes()
         """Size of the undelivered and retained replies of all sessions."""
 
@@ -91,6 +94,12 @@ class SessionManager:
 
     def sessions(self) -> list[Session]:
         return list(self._sessions.values())
+
+    def with_adapter(self, model: str | None, lora: list[Lora] | None) -> list[Lora] | None:
+        """Return a stream's adapters: those of its `lora`, and the one that its `model` names."""
+        if model not in self.adapters() or any(adapter.name == model for adapter in lora or ()):
+            return lora
+        return [Lora(name=str(model)), *(lora or ())]
 
     def was_evicted(self, key: SessionKey) -> bool:
         return key in self._evicted

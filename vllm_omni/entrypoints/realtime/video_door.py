@@ -277,8 +277,11 @@ class _Client(LiveClient):
 
     async def _start(self, start: protocol.Start) -> None:
         facts, start = self.facts, msgspec.structs.replace(start, seed=chosen_seed(start.seed))
-        if start.model is not None and start.model != facts.model:
-            raise DoorError("invalid_request", f"Model mismatch: this server runs '{facts.model}'", param="model")
+        served = (facts.model, *self.manager.adapters())
+        if start.model is not None and start.model not in served:
+            names = ", ".join(f"'{name}'" for name in served)
+            raise DoorError("invalid_request", f"Model mismatch: this server runs {names}", param="model")
+        start = msgspec.structs.replace(start, lora=self.manager.with_adapter(start.model, start.lora))
         size = (start.height or facts.height, start.width or facts.width)
         facts.check_size(*size)
         num_chunks = self._num_chunks(start.num_frames)

@@ -238,7 +238,8 @@ class _Client(ConnectionHandler):
         # Clients of the protocol's first version send `camera` with array markers, expect lists of
         # float frames, and request numbers of frames that do not fill chunks.
         first_version = message.camera is not None and dialect is not None and message.protocol_version is None
-        camera, actions = message.camera_path(limits.max_frames_per_request), message.script(facts.actions)
+        camera = message.camera_path(limits.max_frames_per_request, facts.intrinsics_reference_size)
+        actions = message.script(facts.actions)
         if camera is not None and not facts.actions.pose:
             raise DoorError(
                 "invalid_camera", f"this model takes no poses; it takes {facts.actions.describe()}", param="camera"

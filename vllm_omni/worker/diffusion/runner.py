@@ -33,6 +33,7 @@ from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.store import store_for
 from vllm_omni.model_executor.requests import RequestState, RequestStates
+from vllm_omni.model_executor.tensor_files import files_may_change
 from vllm_omni.model_executor.whole_request import in_steps
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
@@ -96,7 +97,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Load the checkpoint again, in place (after sleep level 2, or from another directory of the same shape)."""
         if weights_iterator is not None or not is_checkpoint_format:
             raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
-        with set_current_vllm_config(self.vllm_config), self.adapters.detached():
+        with set_current_vllm_config(self.vllm_config), self.adapters.detached(), files_may_change():
             quantized = quantized_layers(self.network)
             check_reloadable(quantized)
             if weights_path is not None:

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP methods that a route does not have: 405 with `Allow`, never a server error."""
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from starlette.routing import Route
+
+from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.readiness import ReadyRoute
+from vllm_omni.entrypoints.session_routes import SessionRoutes
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
+
+
+def app() -> FastAPI:
+    server = FastAPI()
+    OpenAIRoutes().attach(server)
+    ReadyRoute().attach(server)
+    SessionRoutes().attach(server)
+    return server
+
+
+def own_methods() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for route in app().routes:
+        if isinstance(route, Route):
+            found.setdefault(route.path, set()).update(route.methods or ())
+    return {path: methods for path, methods in found.items() if path.startswith(("/v1/", "/omni", "/health"))}
+
+
+@pytest.mark.parametrize("path", sorted(own_methods()))
+def test_a_method_that_a_route_lacks_is_refused(path: str) -> None:
+    own = own_methods()[path]
+    parts = ["x" if part.startswith("{") else part for part in path.split("/")]
+    with TestClient(app(), raise_server_exceptions=False) as client:
+        for method in METHODS:
+            if method not in own:
+                answer = client.request(method, "/".join(parts))
+                assert answer.status_code == 405, method
+                assert set(answer.headers["allow"].split(", ")) <= own
+
+
+def test_the_routes_are_there() -> None:
+    assert {"/v1/videos", "/v1/images/generations", "/v1/sessions"} <= set(own_methods())
