@@ -290,7 +290,8 @@ def snippet_kind(snippet: Snippet) -> str:
     """How a Python block is run.
 
     Returns:
-        `file`: a file of a tutorial, which tests/docs/test_tutorials.py writes and runs. `fragment`: not run, because it uses names that it does not define. `plain`: needs neither engine nor server, or
+        `file`: a file of a tutorial, which tests/docs/test_tutorials.py writes and runs.
+        `fragment`: not run, because it uses names that it does not define. `plain`: needs neither engine nor server, or
         only defines functions. `engine`: starts an engine. `client`: calls the server of its page.
     """
     if file_of_reader(snippet) is not None:

@@ -12,7 +12,12 @@ from vllm_omni.entrypoints.server import ENDPOINTS, WebSocketEndpoint
 from vllm_omni.model_executor.models.registry import ARCHITECTURES, family_names
 
 CONTRIBUTING = docs.REPO / "CONTRIBUTING.md"
-LAST_ADDED = {"Add a model": "wan2_2", "Add an endpoint": "video", "Add a role": "vae", "Support a version of vLLM": "0.33"}
+LAST_ADDED = {
+    "Add a model": "wan2_2",
+    "Add an endpoint": "video",
+    "Add a role": "vae",
+    "Support a version of vLLM": "0.33",
+}
 """Recipe -> the `<name>` of the last change of this kind."""
 
 
@@ -71,4 +76,6 @@ def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
             endpoint.add_routes(app)
     paths = {route.path.rstrip("/") for route in app.routes if isinstance(route, WebSocketRoute)}
     assert len(paths) >= 3
-    assert [path for path in paths if f"`{path}`" not in readme or not any(path in page for page in pages.values())] == []
+    assert [
+        path for path in paths if f"`{path}`" not in readme or not any(path in page for page in pages.values())
+    ] == []
