@@ -273,6 +273,15 @@ STAND_INS = {
 }
 """Text of snippets that needs downloads -> text for the tiny model of the same page."""
 
+_FILE_OF_READER = re.compile(r"# ((?:vllm_omni|tests|examples)/[\w/]+\.py)\n")
+
+
+def file_of_reader(snippet: Snippet) -> str | None:
+    """The file that a tutorial's block is to be written to, which its first line names; None for other blocks."""
+    match = _FILE_OF_READER.match(snippet.text)
+    return match[1] if match and snippet.path.parent == REPO / "docs" / "tutorials" else None
+
+
 _SERVER = ":8000"
 _STARTS_ENGINES = ("LLM(", "WorldVectorEnv.load(")
 
@@ -281,9 +290,12 @@ def snippet_kind(snippet: Snippet) -> str:
     """How a Python block is run.
 
     Returns:
+        `file`: a file of a tutorial, which tests/docs/test_tutorials.py writes and runs.
         `fragment`: not run, because it uses names that it does not define. `plain`: needs neither engine nor server, or
         only defines functions. `engine`: starts an engine. `client`: calls the server of its page.
     """
+    if file_of_reader(snippet) is not None:
+        return "file"
     tree = ast.parse(snippet.text)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}

@@ -22,8 +22,13 @@ SHELL = ("bash", "sh", "shell", "console")
 ALL = [snippet for path in docs.documents() for snippet in docs.snippets(path)]
 
 
+TUTORIALS = docs.REPO / "docs" / "tutorials"
+"""Files and commands of these pages build on one another; tests/docs/test_tutorials.py runs them in order."""
+
+
 def of(*languages: str) -> pytest.MarkDecorator:
-    chosen = [pytest.param(snippet, id=snippet.where) for snippet in ALL if snippet.language in languages]
+    found = [snippet for snippet in ALL if snippet.path.parent != TUTORIALS]
+    chosen = [pytest.param(snippet, id=snippet.where) for snippet in found if snippet.language in languages]
     return pytest.mark.parametrize("snippet", chosen)
 
 
@@ -164,7 +169,7 @@ def test_json_is_json(snippet: docs.Snippet) -> None:
 
 def test_every_block_names_its_language() -> None:
     """A block without a language would escape the tests above; plain text is `text`."""
-    known = {*SHELL, "python", "py", "json", "text", "yaml", "toml", "mermaid", "html", "javascript", "make"}
+    known = {*SHELL, "python", "py", "json", "text", "yaml", "toml", "mermaid", "html", "javascript", "make", "diff"}
     assert [f"{snippet.where} ({snippet.language!r})" for snippet in ALL if snippet.language not in known] == []
 
 

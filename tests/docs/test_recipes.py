@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of CONTRIBUTING.md: the files they list are where they say, for what was last added by each."""
+"""The recipes of CONTRIBUTING.md list files that exist, for the model, the role, ... that was added last."""
 
 import re
 
 import pytest
 import snippets as docs
+from fastapi import FastAPI
+from starlette.routing import WebSocketRoute
 
+from vllm_omni.entrypoints.server import ENDPOINTS, WebSocketEndpoint
 from vllm_omni.model_executor.models.registry import ARCHITECTURES, family_names
 
 CONTRIBUTING = docs.REPO / "CONTRIBUTING.md"
-LAST_ADDED = {"Add a model": "wan2_2", "Add a door": "video", "Add a role": "vae", "Support a version of vLLM": "0.33"}
-"""Recipe -> the `<name>` that stands for what it has brought last."""
+LAST_ADDED = {
+    "Add a model": "wan2_2",
+    "Add an endpoint": "video",
+    "Add a role": "vae",
+    "Support a version of vLLM": "0.33",
+}
+"""Recipe -> the `<name>` of the last change of this kind."""
 
 
 def recipe(title: str) -> list[str]:
@@ -36,7 +44,7 @@ def test_the_files_of_a_recipe_are_there(title: str) -> None:
 
 
 def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() -> None:
-    """As the first recipe says. Null models, which serve nobody, lie among the testing models."""
+    """As the first recipe says. The null models are in `testing/`, because they are not offered to users."""
     models, testing = docs.REPO / "vllm_omni" / "model_executor" / "models", docs.REPO / "vllm_omni" / "testing"
     null = {f"null_{path.parent.name}" for path in testing.glob("null/*/family.py")}
     assert null == {"null_world", "null_image"}
@@ -47,3 +55,27 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
     assert families <= {path.stem for path in testing.glob("tiny/*.py")}
     packages = {place.split(":")[0].rsplit(".", 2)[1] for place in ARCHITECTURES.values()}
     assert packages == families - null | {name.removeprefix("null_") for name in null}
+
+
+def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
+    """Every family that users serve has its notes in the navigation and its folder in README's table."""
+    served = [name for name in family_names() if not name.startswith("null_") and name != "diffusers_pipeline"]
+    readme, navigation = ((docs.REPO / name).read_text() for name in ("README.md", "mkdocs.yml"))
+    folder = "vllm_omni/model_executor/models"
+    assert [name for name in served if f"]({folder}/{name})" not in readme] == []
+    assert [name for name in served if f"- {folder}/{name}/README.md\n" not in navigation] == []
+
+
+def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
+    """Every WebSocket path of the table of endpoints is in README and in a page of the reference."""
+    pages = {path.name: path.read_text() for path in (docs.REPO / "docs" / "reference").glob("*.md")}
+    readme = (docs.REPO / "README.md").read_text()
+    app = FastAPI()
+    for endpoint in (create() for create in ENDPOINTS):
+        if isinstance(endpoint, WebSocketEndpoint):
+            endpoint.add_routes(app)
+    paths = {route.path.rstrip("/") for route in app.routes if isinstance(route, WebSocketRoute)}
+    assert len(paths) >= 3
+    assert [
+        path for path in paths if f"`{path}`" not in readme or not any(path in page for page in pages.values())
+    ] == []
