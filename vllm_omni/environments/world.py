@@ -141,7 +141,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         made._own_engine = True
         return made
 
-    # -- gymnasium -----------------------------------------------------------------------------------------------------
+    # -- gymnasium ---------------------------------------------------------------------------------
 
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
@@ -196,7 +196,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             self._llm.llm_engine.engine_core.shutdown()
         self.episodes = [None] * self.num_envs
 
-    # -- research ------------------------------------------------------------------------------------------------------
+    # -- research ----------------------------------------------------------------------------------
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
         """Make environments `targets` exact copies of `source`; each then goes its own way."""
@@ -223,7 +223,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             parts.append(self._frames[target].copy())
         return np.concatenate(parts)
 
-    # -- the engine ----------------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
 
     def _begin(
         self,

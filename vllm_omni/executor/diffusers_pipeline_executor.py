@@ -128,7 +128,7 @@ class PipelineWorker:
         self._profiler: Any = None
         self._shut_down = False
 
-    # -- requests ----------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
@@ -150,7 +150,7 @@ class PipelineWorker:
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("plugin",)
 
-    # -- start -------------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return {}
@@ -180,7 +180,7 @@ class PipelineWorker:
     def supports_draft_weight_updates(self) -> bool:
         return False
 
-    # -- device ------------------------------------------------------------------------------------------------
+    # -- device ------------------------------------------------------------------------------------
 
     def synchronize_device(self) -> None:
         if self.device.type == "cuda":
@@ -220,7 +220,7 @@ class PipelineWorker:
         self.runner.cancel_all(RequestFailed("capacity", "the weights were reloaded during this request"))
         self.runner.host.reload(None if weights_path is None else Path(weights_path))
 
-    # -- adapters ----------------------------------------------------------------------------------------------
+    # -- adapters ----------------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """vLLM's own call: load an adapter under its name; requests then name it in `options.lora`."""
@@ -250,7 +250,7 @@ class PipelineWorker:
     def loras(self) -> list[str]:
         return self.runner.host.adapters.names
 
-    # -- profiling, health, end --------------------------------------------------------------------------------
+    # -- profiling, health, end --------------------------------------------------------------------
 
     def profile(
         self,

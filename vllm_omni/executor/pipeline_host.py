@@ -179,7 +179,7 @@ class PipelineHost:
         sources = [torch.Generator(self.device).manual_seed(nth_seed(seed, number)) for number in range(count)]
         return sources[0] if count == 1 else sources
 
-    # -- sleep -------------------------------------------------------------------------------------------------
+    # -- sleep -------------------------------------------------------------------------------------
 
     @property
     def asleep(self) -> bool:

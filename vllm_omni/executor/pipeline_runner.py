@@ -79,7 +79,7 @@ class PipelineRunner:
         if self.host.device.type == "cuda":
             torch.cuda.set_device(self.host.device)
 
-    # -- the engine step ---------------------------------------------------------------------------------------
+    # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One turn for each scheduled request that has a lane or gets one."""
@@ -196,7 +196,7 @@ class PipelineRunner:
             torch.cuda.synchronize(self.host.device)
         return meta, tensors
 
-    # -- ends --------------------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def _drop(self, request_id: str) -> None:
         """The scheduler has finished or aborted this request: let go of everything; idempotent."""

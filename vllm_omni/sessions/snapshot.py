@@ -144,7 +144,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return memory_format is not None and bool(tensor.is_contiguous(memory_format=memory_format))
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 class _Metadata(msgspec.Struct, frozen=True):

@@ -112,7 +112,7 @@ class Streams:
             return len(self._active)
         return sum(min(self.order.limit, len(stream.waiting)) for stream in self._active.values())
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def add(self, request_id: str, fields: RequestFields, now_s: float) -> None:
         stream = self._streams.get(fields.session_id)
@@ -198,7 +198,7 @@ class Streams:
                 return
             del self._streams[session_id]
 
-    # -- questions ---------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def may_step(self, request_id: str) -> bool:
         """Whether it is the request's turn to begin, or to take its next step."""
@@ -260,7 +260,7 @@ class Streams:
     def _size(self, stream: Stream) -> float:
         return next((size for size in (stream.size, self._typical.size) if size is not None), 1.0)
 
-    # -- admission and quality ---------------------------------------------------------------------------------------
+    # -- admission and quality ---------------------------------------------------------------------
 
     def refusal(self, fields: RequestFields, now_s: float, costs: StepCosts) -> str | None:
         """Why the new stream that `fields` would begin cannot be held; None if it can, or if it is not a new stream."""

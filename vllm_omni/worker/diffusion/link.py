@@ -39,7 +39,7 @@ _NOTE = "note"
 _LATENTS = "latents"
 _STATUS_OK = 1.0
 
-# -- forward -----------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
 
 
 class ChunkNote(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor
     return found
 
 
-# -- back --------------------------------------------------------------------------------------------------------------
+# -- back ------------------------------------------------------------------------------------------
 
 
 def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:

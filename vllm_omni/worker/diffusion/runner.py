@@ -59,7 +59,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.partition = self.omni.partition
         """Layers of each stage since they were last moved, or as loaded; () = as even as possible."""
 
-    # -- start, called by the worker ----------------------------------------------------------------------------
+    # -- start, called by the worker ---------------------------------------------------------------
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -117,7 +117,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """How chunks end in this rank's role."""
         return self.role.chunk_end
 
-    # -- the engine step ---------------------------------------------------------------------------------------
+    # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
@@ -157,7 +157,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
         return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
 
-    # -- between steps, called by the worker -------------------------------------------------------------------
+    # -- between steps, called by the worker -------------------------------------------------------
 
     def request_progress(self) -> dict[str, list[int]]:
         return self.requests.progress()
@@ -175,7 +175,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def shutdown(self) -> None:
         self.sessions.close_all()
 
-    # -- adapters, by vLLM's calls -------------------------------------------------------------------------------------
+    # -- adapters, by vLLM's calls -----------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Check and load an adapter, on all ranks or on none (collective). Raises ValueError of one line."""

@@ -80,7 +80,7 @@ class WithLayers(Role):
         super().__init__(parts)
         self.steps = steps
 
-    # -- an engine step ------------------------------------------------------------------------------------------------
+    # -- an engine step ----------------------------------------------------------------------------
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
@@ -110,7 +110,7 @@ class WithLayers(Role):
         """Wait for the device as far as no result is ready for delivery; returns whether one was."""
         return self.pacer.wait(is_result_ready)
 
-    # -- a micro-step --------------------------------------------------------------------------------------------------
+    # -- a micro-step ------------------------------------------------------------------------------
 
     def micro_step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
