@@ -225,7 +225,7 @@ def read_actions(
     Args:
         space: Controls of the model.
         entries: `DiffusionParams.actions`. Missing entries at the end are idle frames.
-        tensors: Tensors of the request; those in `ACTION_TENSORS` are the dense form.
+        tensors: Tensors of the request. The names in `ACTION_TENSORS` are the dense form.
         num_frames: Number of latent frames of the chunk.
 
     Returns:

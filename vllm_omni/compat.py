@@ -5,8 +5,8 @@ The last two minor versions are supported: `MIN_VLLM` inclusive to `NEXT_VLLM` e
 pyproject.toml. A difference gets an entry here if code would otherwise test for a version or for
 the existence of an attribute; no other module of the package does that. Code that works with both
 versions needs no entry, for example a method that only the newer version calls, or a parameter
-with a default that only the newer version passes. docs/architecture/compatibility.md lists those
-and describes how the versions were tested. Nothing of vLLM is modified.
+with a default that only the newer version passes. docs/architecture/compatibility.md lists such
+code and describes how the versions were tested. Nothing of vLLM is modified.
 """
 
 import importlib

@@ -4,7 +4,7 @@
 Two effects make a server grow without a leak:
 
 - CPython runs a full garbage collection only when the number of new long-lived objects reaches a
-  quarter of those that survived the last one (`long_lived_pending` in CPython's gcmodule.c). vLLM
+  quarter of those that survived the last one (long_lived_pending in CPython's gcmodule.c). vLLM
   freezes the heap of a started server directly after a full collection. The quarter is therefore
   computed from 770,000 objects that are no longer collected, and reference cycles (tasks, their
   exceptions and frames, uvicorn's connections) accumulate for hours.

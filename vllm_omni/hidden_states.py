@@ -139,8 +139,9 @@ def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0)
 
     Args:
         output: Result of `LLM.generate` or `AsyncLLM.generate`. A streamed delta has the hidden
-            states of its own tokens, the first delta those of the whole prompt. `CUMULATIVE` and
-            `FINAL_ONLY` outputs have all of them, once, when the request has finished.
+            states of the delta's tokens; the first delta has all hidden states of the prompt.
+            `CUMULATIVE` and `FINAL_ONLY` outputs have all of them, once, when the request has
+            finished.
         index: Which of the `n` completions.
 
     Returns:

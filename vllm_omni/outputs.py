@@ -190,8 +190,12 @@ class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Header(msgspec.Struct):
+    """Header of an envelope."""
+
     meta: dict[str, Any]
+    """Metadata of the result."""
     tensors: list[_Payload]
+    """Entry of each tensor."""
 
 
 _decode_header = msgspec.json.Decoder(_Header).decode

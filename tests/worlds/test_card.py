@@ -105,7 +105,7 @@ def test_clients_are_told_what_concerns_them(tmp_path: Path) -> None:
         ({"starts": [{**CARD["starts"][0], "file": "start/a.svg"}]}, r"\$\.starts\[0\]\.file"),
         ({"map": {"file": "/map.png", "side_m": 30}}, r"\$\.map\.file"),
         ({"map": {"file": "gone.png", "side_m": 30}}, r"gone\.png is not there"),
-        ({"tour": {**CARD["tour"], "prompts": [[1, "day"]]}}, r"tour\.prompts must begin at latent frame 0"),
+        ({"tour": {**CARD["tour"], "prompts": [[1, "day"]]}}, r"tour\.prompts must start at latent frame 0"),
         ({"tour": {**CARD["tour"], "prompts": [[0, "dusk"]]}}, "no prompt is named 'dusk'; there are: day, snow"),
     ],
 )
