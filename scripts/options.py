@@ -77,8 +77,9 @@ def field_texts(owner: type) -> dict[str, str]:
     assert isinstance(definition, ast.ClassDef)
     found = {}
     for field, below in itertools.pairwise(definition.body):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[field.target.id] = " ".join(str(below.value.value).split())
     return found
 
