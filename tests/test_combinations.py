@@ -26,7 +26,7 @@ OFFLOAD: dict[str, Any] = {"cpu_offload_gb": 1.0}
 FP8: dict[str, Any] = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 750], "video_denoising_steps": [700, 500]}
 TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
-NEEDS = "needs the one before it complete"
+NEEDS = "needs the previous one complete"
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm_omni: video world models, streaming video and unified image/video models on stock vLLM.
 
-Importing this package changes nothing in vLLM. `register()` is the `vllm.general_plugins` entry point: vLLM calls it in
-every process, possibly twice, and it only adds entries to vLLM's public registries (tests/test_import_purity.py).
+Importing this package changes nothing in vLLM. `register()` is the `vllm.general_plugins` entry
+point: vLLM calls it in every process, possibly twice. It only adds entries to vLLM's public
+registries (tests/test_import_purity.py).
 """
 
 import os
 
-# Asking torch whether there is a GPU must not start CUDA in a process that forks an engine later. vLLM sets this too
-# when it is imported, which is too late for whoever imports diffusers (it asks) before vLLM.
+# Probing for a GPU must not initialize CUDA in a process that forks an engine later. vLLM sets the
+# variable on import as well, but diffusers probes on import and may be imported before vLLM.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def register() -> None:
-    """Register model classes, the checkpoint config parser and the config hooks with vLLM; idempotent."""
+    """Register model classes, the config parser and the config hooks with vLLM. Idempotent."""
     from vllm_omni.registration import register_with_vllm
 
     register_with_vllm()

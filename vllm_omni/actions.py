@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action modality: the controls a model takes (`ActionSpace`), and one request's controls (`ActionFrame`).
+"""The action modality: controls of a model (`ActionSpace`) and of one request (`ActionFrame`).
 
-A family states its space in `ModelFamily.action_space`; doors, the web page, environments and the model itself read
-everything from it: which controls there are, whether a session has a prompt and a start image. A request carries one
-entry per latent frame in `DiffusionParams.actions`, or dense arrays as the tensors `buttons`, `axes` and `scroll`
-(`multi_modal_data={"actions": {...}}` offline); `read_actions` turns either into `ActionRows`.
-Held by tests/test_actions.py.
+A model family declares its controls in `ModelFamily.action_space`. Endpoints, the web page,
+environments and the model read all properties from there, for example which buttons exist and
+whether a session has a prompt and a start image. A request carries one entry per latent frame in
+`DiffusionParams.actions`, or dense arrays in the tensors `buttons`, `axes` and `scroll` (offline:
+`multi_modal_data={"actions": {...}}`). `read_actions` converts both to `ActionRows`.
 """
 
 import math
@@ -22,10 +22,10 @@ from vllm_omni.outputs import RequestFailed
 # N frames, B buttons, A axes
 
 MAX_ENTRIES: Final = 64
-"""Most entries of one request's `actions`."""
+"""Maximum number of entries in the `actions` of one request."""
 ACTION_TENSORS: Final = ("buttons", "axes", "scroll")
 MAX_HELD: Final = 256
-"""Most buttons of one frame: all that a keyboard of virtual-key codes has."""
+"""Maximum number of buttons of a frame: the number of virtual-key codes of a keyboard."""
 _LARGEST: Final = 1e6
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
@@ -34,50 +34,59 @@ Use = Literal["none", "optional", "required"]
 
 
 class Button(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A control that is held or not. title: its effect, in one or two words.
-
-    codes: inputs of the web page, keys as browsers name them (KeyW, ArrowUp) or a mouse's buttons (Mouse0).
-    """
+    """A control that is either held or released."""
 
     name: Name
+    """Name in requests."""
     title: str
+    """Effect in one or two words, for display."""
     codes: tuple[str, ...] = ()
+    """Inputs of the web page that press the button: key codes of browsers (KeyW, ArrowUp) or mouse
+    buttons (Mouse0)."""
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A control with a value.
-
-    kind: `rate` = a value per frame that stays until it changes (a stick); `motion` = what has moved since the last
-    frame, summed up until a frame uses it (a mouse). low, high: range of one frame's value, in `unit`.
-    mouse: the direction of a captured mouse that moves it on the web page, right and down positive; scale: units per
-    pixel of that motion.
-    """
+    """A control that has a value."""
 
     name: Name
+    """Name in requests."""
     title: str
+    """Effect in one or two words, for display."""
     unit: str
+    """Unit of the values."""
     kind: Literal["rate", "motion"] = "rate"
+    """`rate` is a value per frame that holds until it changes, like a stick. `motion` is a movement
+    since the last frame, accumulated until a frame consumes it, like a mouse."""
     low: float = -_LARGEST
+    """Minimum value of one frame, in `unit`."""
     high: float = _LARGEST
+    """Maximum value of one frame, in `unit`."""
     mouse: Literal["x", "y"] | None = None
+    """Direction of the captured mouse on the web page that moves the axis; right and down are
+    positive."""
     scale: float = 1.0
+    """Units per pixel of mouse motion."""
 
 
 class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The controls a served model takes.
-
-    buttons, axes: in the order of the columns of dense arrays. scroll: whether a wheel counts, as -1, 0 or 1 a frame.
-    exclusive: at most one button is held in a frame. pose: whether camera poses steer it instead of buttons.
-    prompt, image: whether a session's first request needs a text and a start image; `none` = it takes none at all.
-    """
+    """The controls and inputs of a served model."""
 
     buttons: tuple[Button, ...] = ()
+    """Buttons, in the order of the columns of dense arrays."""
     axes: tuple[Axis, ...] = ()
+    """Axes, in the order of the columns of dense arrays."""
     scroll: bool = False
+    """Whether the model uses the scroll wheel, as -1, 0 or 1 per frame."""
     exclusive: bool = False
+    """Whether at most one button may be held in a frame."""
     pose: bool = False
+    """Whether camera poses may steer the model instead of buttons."""
     prompt: Use = "required"
+    """Whether the first request of a session needs a prompt; `none` means the model has no
+    prompt."""
     image: Use = "required"
+    """Whether the first request of a session needs a start image; `none` means the model has
+    none."""
 
     @property
     def button_names(self) -> tuple[str, ...]:
@@ -97,7 +106,10 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.pose or self.has_controls
 
     def button_of_key(self, key: str) -> str | None:
-        """The button that a camera key (`CAMERA_KEYS`) presses: the one so named, else the page's for that key."""
+        """Return the button for a camera key (`CAMERA_KEYS`).
+
+        That is the button of this name, else the one the web page maps to the key, else None.
+        """
         code, found = f"Key{key.upper()}", None
         for button in self.buttons:
             if button.name == key:
@@ -107,7 +119,10 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return found
 
     def describe(self) -> str:
-        """The actions it takes, for refusals: one line, at most `_MOST_LISTED` names of each kind."""
+        """Describe the actions in one line, for error messages.
+
+        Lists at most `_MOST_LISTED` names of a kind.
+        """
         pressed = sorted(self.buttons, key=_habit) if len(self.buttons) > _MOST_LISTED else self.buttons
         parts = [
             f"{kind} {', '.join(names[:_MOST_LISTED])}{_others(len(names) - _MOST_LISTED)}"
@@ -117,25 +132,28 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "; ".join([*parts, *(["scroll"] if self.scroll else [])]) or "no actions"
 
     def as_json(self) -> dict[str, Any]:
-        """As a greeting carries it to clients, with every field; ranges and scales are floats."""
+        """Return all fields as JSON types, for clients; ranges and scales are floats."""
         numbers = ("low", "high", "scale")
         told = msgspec.to_builtins(self)
         axes = [{**axis, **{name: float(axis[name]) for name in numbers}} for axis in told["axes"]]
         return {**told, "axes": axes}
 
     def takes(self) -> str:
-        """Everything a session is made from, for refusals of a prompt or an image."""
+        """Describe all inputs of a session, for error messages about a prompt or an image."""
         parts = [what for what, use in (("a prompt", self.prompt), ("a start image", self.image)) if use != "none"]
         return "; ".join([*parts, *(["camera poses"] if self.pose else []), self.describe()])
 
 
 _MOST_LISTED: Final = 36
-"""Names of one kind in a refusal: the letters, space, the mouse's buttons, the arrows, shift and control fit."""
+"""Maximum number of names of a kind in an error message.
+
+The letters, space, mouse buttons, arrows, shift and control fit.
+"""
 _HABITS: Final = ("Key", "Space", "Mouse", "Arrow", "Shift", "Control", "")
 
 
 def _habit(button: Button) -> int:
-    """How early a button is listed among many: by the key of the page that presses it; last without one."""
+    """Sort key of long button lists: the key on the web page; buttons without a key are last."""
     return next((n for n, start in enumerate(_HABITS) if button.codes and button.codes[0].startswith(start)), 99)
 
 
@@ -156,28 +174,34 @@ CAMERA_SPACE: Final = ActionSpace(
     ),
     pose=True,
 )
-"""The controls of a camera that flies: the eight keys, or poses."""
+"""Controls of a free camera: eight keys, or poses."""
 
 
 class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Controls during one latent frame. buttons: names of the held ones. axes: name -> value. scroll: sign counts."""
+    """Controls during one latent frame."""
 
     buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    """Names of the held buttons."""
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
+    """Values by axis name. Missing axes are 0."""
     scroll: Value = 0.0
+    """Scroll motion; only its sign is used."""
 
 
 ActionEntry = list[Name] | ActionFrame
-"""A list of names is short for a frame that only holds those buttons."""
+"""Controls of one frame. A list of names is short for a frame with only these buttons held."""
 
 
 @dataclass(frozen=True)
 class ActionRows:
-    """One chunk's controls, a row per frame. buttons_NB: bool. axes_NA: float32. scroll_N: float32, -1, 0 or 1."""
+    """Controls of a chunk as dense tensors, one row per frame."""
 
     buttons_NB: torch.Tensor
+    """Held buttons, bool."""
     axes_NA: torch.Tensor
+    """Axis values, float32."""
     scroll_N: torch.Tensor
+    """Scroll direction, float32: -1, 0 or 1."""
 
     def held(self, space: ActionSpace) -> list[tuple[str, ...]]:
         """Return the names of the buttons held in each frame."""
@@ -185,7 +209,7 @@ class ActionRows:
         return [tuple(name for name, down in zip(names, row, strict=True) if down) for row in self.buttons_NB.tolist()]
 
     def repeated(self, counts: Sequence[int]) -> "ActionRows":
-        """Hold row i for `counts[i]` frames: rows of latent frames become rows of pixel frames."""
+        """Repeat row i `counts[i]` times, for example to expand latent frames to pixel frames."""
         times = torch.tensor(list(counts))
         return ActionRows(*(t.repeat_interleave(times, 0) for t in (self.buttons_NB, self.axes_NA, self.scroll_N)))
 
@@ -196,9 +220,19 @@ def read_actions(
     tensors: Mapping[str, torch.Tensor],
     num_frames: int,
 ) -> ActionRows | None:
-    """Read `num_frames` rows from `DiffusionParams.actions` or from the tensors; None if the request has neither.
+    """Read the controls of a chunk.
 
-    Missing entries at the end are idle. Raises `RequestFailed("invalid_action", ...)` that lists the model's controls.
+    Args:
+        space: Controls of the model.
+        entries: `DiffusionParams.actions`. Missing entries at the end are idle frames.
+        tensors: Tensors of the request. The names in `ACTION_TENSORS` are the dense form.
+        num_frames: Number of latent frames of the chunk.
+
+    Returns:
+        `num_frames` rows, or None if the request has no controls.
+
+    Raises:
+        RequestFailed: `invalid_action`; the message lists the model's controls.
     """
     dense = {name: tensors[name] for name in ACTION_TENSORS if name in tensors}
     if dense and entries is not None:
@@ -232,14 +266,21 @@ def as_frame(entry: ActionEntry) -> ActionFrame:
 
 
 def as_entry(frame: ActionFrame) -> ActionEntry:
-    """The shortest form of a frame: a list of names if it only holds buttons."""
+    """Return the shortest form of a frame: a list of names if it holds only buttons."""
     return frame if frame.axes or frame.scroll else list(frame.buttons)
 
 
 def check_frame(space: ActionSpace, frame: ActionFrame, where: str = "actions", *, summed: bool = False) -> None:
-    """Raise `RequestFailed("invalid_action", ...)` that lists the model's controls.
+    """Check the controls of a frame.
 
-    where: names the frame in the refusal. summed: values of `motion` axes are parts of a sum and may be of any size.
+    Args:
+        space: Controls of the model.
+        frame: Controls to check.
+        where: Name of the frame in error messages.
+        summed: Whether `motion` axes hold partial sums, which are not limited in range.
+
+    Raises:
+        RequestFailed: `invalid_action`; the message lists the model's controls.
     """
     columns = _columns(space)
     for name in frame.buttons:
@@ -253,7 +294,7 @@ def check_frame(space: ActionSpace, frame: ActionFrame, where: str = "actions", 
         axis = space.axes[columns.axes[name]]
         if summed and axis.kind == "motion" and math.isfinite(value):
             continue
-        if not axis.low <= value <= axis.high:  # NaN as well
+        if not axis.low <= value <= axis.high:  # also rejects NaN
             raise _out_of_range(axis, value)
     if frame.scroll and not space.scroll:
         raise _unknown(f"{where} scrolls", space)
@@ -284,12 +325,14 @@ def _from_tensors(space: ActionSpace, dense: Mapping[str, torch.Tensor], num_fra
 @dataclass(frozen=True)
 class _Columns:
     buttons: dict[str, int]
+    """Column of each button."""
     axes: dict[str, int]
+    """Column of each axis."""
 
 
 @lru_cache(maxsize=16)
 def _columns(space: ActionSpace) -> _Columns:
-    """Places of the names in dense arrays."""
+    """Return the columns of the names in dense arrays."""
     buttons, axes = ({name: n for n, name in enumerate(names)} for names in (space.button_names, space.axis_names))
     return _Columns(buttons, axes)
 
@@ -306,7 +349,7 @@ def _checked(space: ActionSpace, rows: ActionRows) -> ActionRows:
     if space.exclusive and bool((rows.buttons_NB.sum(1) > 1).any()):
         raise _unknown("several buttons are held in one frame, this model takes one at a time", space)
     for axis, values in zip(space.axes, rows.axes_NA.unbind(1), strict=True):
-        bad = ~((values >= axis.low) & (values <= axis.high))  # NaN as well
+        bad = ~((values >= axis.low) & (values <= axis.high))  # also finds NaN
         if bool(bad.any()):
             raise _out_of_range(axis, float(values[bad][0]))
     if not bool(torch.isfinite(rows.scroll_N).all()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a camera that flies. A module of its own, so that clients need no torch for them."""
+"""Keys of the free camera. A separate module, so that clients can import it without torch."""
 
 from typing import Final
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the supported versions of vLLM differ for us: one entry each, with why, and when it can go.
+"""Differences between the supported vLLM versions: one entry each, with its reason and its end.
 
-Supported are the last two minors (`MIN_VLLM` up to, not including, `NEXT_VLLM`; pyproject.toml says the same). A
-difference belongs here if code would otherwise ask for a version or for an attribute's existence; nothing else of the
-package does. Code that both versions accept needs no entry: a method that only the newer one calls, or a parameter
-with a default that only the newer one passes, is simply there. docs/architecture/compatibility.md lists those, and
-how the versions were tried. Nothing of vLLM is changed. Held by tests/test_compat.py and tests/seams/.
+The last two minor versions are supported: `MIN_VLLM` inclusive to `NEXT_VLLM` exclusive, as in
+pyproject.toml. A difference gets an entry here if code would otherwise test for a version or for
+the existence of an attribute; no other module of the package does that. Code that works with both
+versions needs no entry, for example a method that only the newer version calls, or a parameter
+with a default that only the newer version passes. docs/architecture/compatibility.md lists such
+code and describes how the versions were tested. Nothing of vLLM is modified.
 """
 
 import importlib
@@ -13,25 +14,26 @@ from typing import Any
 
 MIN_VLLM = (0, 32)
 NEXT_VLLM = (0, 34)
-"""The first minor that was not tried."""
+"""First minor version that has not been tested."""
 
 
 def is_supported(version: str) -> bool:
-    """Whether a version of vLLM ("0.33.0", "0.32.0+cpu") is one of those this package was tried with."""
+    """Whether a version of vLLM ("0.33.0", "0.32.0+cpu") is among the tested ones."""
     major, minor, *_ = (*version.split("."), "", "")
     return major.isdecimal() and minor.isdecimal() and MIN_VLLM <= (int(major), int(minor)) < NEXT_VLLM
 
 
 def supported_range() -> str:
-    """The supported versions as pip writes them."""
+    """Return the supported versions as a pip version specifier."""
     return f">={MIN_VLLM[0]}.{MIN_VLLM[1]},<{NEXT_VLLM[0]}.{NEXT_VLLM[1]}"
 
 
 def cli_env_setup() -> None:
     """Prepare this process as vLLM's own command does before it parses its arguments.
 
-    Why: 0.33 keeps `cli_env_setup` in `entrypoints.common.startup`, 0.32 in `entrypoints.serve.utils.api_utils`.
-    Remove when 0.32 is no longer supported: import it where it is used.
+    Why: `cli_env_setup` is in `entrypoints.common.startup` in 0.33 and in
+    `entrypoints.serve.utils.api_utils` in 0.32.
+    Remove when 0.32 is no longer supported: import the function where it is used.
     """
     try:
         module = importlib.import_module("vllm.entrypoints.common.startup")
@@ -41,10 +43,18 @@ def cli_env_setup() -> None:
 
 
 def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -> None:
-    """Give vLLM's worker profiler the arguments of one session.
+    """Pass the arguments of one profiling session to vLLM's worker profiler.
 
-    Why: 0.33 passes `profiler_kwargs` with a start and has a method for it; 0.32 knows neither and passes none.
-    Remove when 0.32 is no longer supported: call the method. Raises RuntimeError rather than drop arguments.
+    Why: 0.33 passes `profiler_kwargs` when profiling starts and has a setter for it; 0.32 has
+    neither.
+    Remove when 0.32 is no longer supported: call the method.
+
+    Args:
+        profiler: vLLM's worker profiler.
+        profiler_kwargs: Arguments of the session, if any.
+
+    Raises:
+        RuntimeError: This version of vLLM would drop the arguments.
     """
     setter = getattr(profiler, "set_profiler_kwargs", None)
     if setter is not None:
@@ -54,11 +64,13 @@ def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -
 
 
 def share_memory_nodes(parallel_config: Any) -> None:
-    """Let a data-parallel rank on a CPU use any memory node if the machine has none of those it was given.
+    """Let a data-parallel CPU rank use any memory node if its assigned nodes do not exist.
 
-    Why: vLLM gives the n-th rank the n-th node. 0.33's CPU worker uses no other and dies with IndexError where there
-    are more ranks than nodes; 0.32's never read its node. Call it before vLLM's CPU worker is set up.
-    Remove when vLLM's CPU worker starts there by itself.
+    Call it before vLLM's CPU worker is set up.
+
+    Why: vLLM assigns node n to rank n. The CPU worker of 0.33 uses only that node and fails with
+    IndexError if there are more ranks than nodes; 0.32 does not read the assignment.
+    Remove when vLLM's CPU worker starts on such a machine.
     """
     from vllm.utils.cpu_resource_utils import get_memory_affinity
 
@@ -68,10 +80,13 @@ def share_memory_nodes(parallel_config: Any) -> None:
 
 
 class WrapsAsyncOutput:
-    """Mix in before `AsyncModelRunnerOutput`: an output around another one, `_inner`, hands on the connector's part.
+    """Mixin for `AsyncModelRunnerOutput` wrappers that forwards the output of the KV connector.
 
-    Why: 0.33 made `get_kv_connector_output` abstract and asks for it when `get_output` fails; 0.32 knows no such
-    method. Remove when 0.32 is no longer supported: define it in the wrapper.
+    The wrapper holds the wrapped output in `_inner` and lists this class first.
+
+    Why: in 0.33 `get_kv_connector_output` is abstract and is called when `get_output` fails; 0.32
+    has no such method.
+    Remove when 0.32 is no longer supported: define the method in the wrapper.
     """
 
     _inner: Any

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OmniConfig`: everything a user may set under `--additional-config '{"omni": {...}}'`.
+"""`OmniConfig`: the options of `--additional-config '{"omni": {...}}'`.
 
-Parsed once in each process, frozen, and never written back. Unknown keys and values out of range are errors that list
-the allowed values and near names. Options of one model live under `omni.model` and are parsed by that model's own
-frozen dataclass.
-Held by tests/test_config.py.
+The options are parsed once per process, frozen, and never written back. An unknown key or a value
+out of range raises an error that lists the allowed values and similar names. The options of one
+model live under `omni.model`; the model's own frozen dataclass parses them.
 """
 
 import re
@@ -15,88 +14,109 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
-"""Of a video, in pixels, where neither the user nor the world or the model says another size."""
+"""Default video size in pixels if neither the user, the world description nor the model sets
+one."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of the diffusion worker, generic over models.
-
-    height, width: the default and the largest request, in pixels (any height and width whose product is not larger).
-    Where neither is given: the size in the world's card, else the one that the model was trained at, else 480x832.
-    max_sessions: live sessions kept; one more is refused with `capacity`.
-    max_session_bytes: bytes all sessions together may hold; None = the device's free memory after loading.
-    session_idle_s: a session unused for this many seconds may be closed to make room.
-    max_requests_per_step: requests that may take their denoise step in one engine step.
-    batch_invariant: run those requests' forwards one by one, so that other sessions never change a session's result by
-    a bit. False = one forward for all of equal shape: results then agree within float tolerance, and small
-    models run faster (at thousands of tokens per request a forward is limited by arithmetic, not by its batch).
-    overlap_decode: decode a finished chunk while its session's next one is denoised; the result comes with a later
-    step. None = on CUDA with several ranks: on one GPU, which denoising fills, it gains 0.4 % and costs 3 GiB.
-    vae_stage: the last of `--pipeline-parallel-size` stages holds no layer and decodes, beside the next chunk's steps
-    on the others. pipeline_partition: layers of each stage that holds some; None = as even as possible, "measured" =
-    such that the slowest stage, its decode included, is as fast as can be (measured at start).
-    vae_parallel: the ranks of `--tensor-parallel-size` (Ulysses too) decode each frame together, a band of rows each.
-    False = the first of them decodes alone, which keeps frames bit for bit those of one GPU.
-    chunks_in_flight: chunks of one session that may be at work at once, each a step behind the one before it; for
-    models whose chunks see earlier ones as noisy as themselves (docs/how_to/parallelism.md). pipeline: each stage
-    of `--pipeline-parallel-size` owns `blocks` of the network's layers, or (`temporal`) one denoise step.
-    scheduling: whose turn it is. `fifo`: in order of arrival, chunk after chunk. `deadline`: whose result is due first
-    takes the next denoise step, in batches no larger than deadlines allow (docs/how_to/scheduling.md).
-    target_fps: frames a second that realtime doors hold for a client who names no rate; a stream that cannot be held
-    is refused with `capacity`. degradations: quality losses allowed for a chunk that would be late, cheapest first.
-    snapshot_dir: where snapshots of sessions lie on their way to and from clients; every rank must see it. None = the
-    system's directory for temporary files. record_dir: record every session of the realtime doors in this directory,
-    for `vllm-omni replay`; None = nothing is recorded.
-    rank_timeout_s: how long a process of the engine may be stopped (SIGSTOP), or one of several ranks silent (killed,
-    stopped, cut off), until all of them end and the engine is reported dead; None = for as long as vLLM waits.
-    drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
-    drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
-    quotas: a TOML file with limits per API key (docs/how_to/operators.md); None = all keys share the capacity.
-    checkpoint_s: also save there, every so many seconds, each session that has moved on, for a server that starts
-    after a crash; less often if that would cost the engine more than 1.5 % of its time. None = only when told to stop.
-    dequantize: read quantized weights back into `--dtype` while they are loaded; for a format the device cannot compute
-    in (docs/how_to/quantization.md).
-    max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may
-    be asked for, besides the last.
-    model: options of the model itself.
-    """
+    """Options of the diffusion worker, shared by all models."""
 
     height: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_HEIGHT
+    """Default height of a video in pixels. `height * width` is also the largest area that a request
+    may have. Default: the size in the world description, else the size the model was trained at,
+    else 480x832."""
     width: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_WIDTH
+    """Default width of a video in pixels; see `height`."""
     max_sessions: Positive = 8
+    """Maximum number of live sessions per engine. Further sessions are refused with `capacity`."""
     max_session_bytes: Positive | None = None
+    """Maximum memory of all sessions together, in bytes. Default: the memory of the device that is
+    free after the model is loaded."""
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """Seconds without a request after which a session may be closed to make room for another."""
     max_requests_per_step: Positive = 4
+    """Maximum number of requests that run a denoise step in one engine step."""
     batch_invariant: bool = True
+    """Run the forward passes of a step's requests one by one, so that results of a session are
+    bit-identical no matter which other sessions are in the batch. If false, requests of equal shape
+    share one forward pass: results agree within float tolerance, and small models run faster.
+    Models with thousands of tokens per request gain little, because arithmetic limits them."""
     overlap_decode: bool | None = None
+    """Decode a finished chunk while the session's next chunk is denoised. The result is then
+    returned by a later engine step. Default: true on CUDA with several ranks. It is false on a
+    single GPU, which denoising already fills: the gain is small and the second chunk needs
+    memory."""
     vae_stage: bool = False
+    """Reserve the last of the `--pipeline-parallel-size` stages for the VAE. It holds no
+    transformer layers and decodes while the other stages denoise the next chunk."""
     pipeline_partition: tuple[Positive, ...] | Literal["measured"] | None = None
+    """Number of transformer layers of each pipeline stage that holds layers. `measured` times
+    layers and decode at start and minimizes the time of the slowest stage. Default: as even as
+    possible."""
     vae_parallel: bool = False
+    """Split the decode of each frame into horizontal bands, one per rank of
+    `--tensor-parallel-size` (Ulysses ranks included). If false, the first rank decodes alone, and
+    frames are bit-identical to those of a single GPU."""
     scheduling: Literal["fifo", "deadline"] = "fifo"
+    """Scheduling policy. `fifo` runs chunks in order of arrival. `deadline` runs the next denoise
+    step of the request with the earliest deadline and limits the batch size such that deadlines
+    hold (docs/user_guide/scheduling.md)."""
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    """Frame rate of the realtime endpoints for clients that request none, in frames per second. A
+    stream whose rate cannot be sustained is refused with `capacity`. Default: no target. Requires
+    `scheduling` `deadline`."""
     degradations: tuple[Degradation, ...] = ()
+    """Quality reductions allowed for a chunk that would miss its deadline, the cheapest first.
+    Requires `scheduling` `deadline`."""
     chunks_in_flight: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Maximum number of chunks of a session in flight. Each runs one denoise step after its
+    predecessor. Requires a noise-matched K/V cache: a chunk attends to earlier chunks at its own
+    noise level (docs/user_guide/parallelism.md)."""
     pipeline: Literal["blocks", "temporal"] = "blocks"
+    """Work of each `--pipeline-parallel-size` stage: `blocks` gives it a part of the transformer's
+    layers, `temporal` one of the denoise steps with all layers."""
     snapshot_dir: str | None = None
+    """Directory for session snapshots on their way to and from clients. Every rank must be able to
+    read and write it. Default: the system's directory for temporary files."""
     record_dir: str | None = None
+    """Directory in which every session of the realtime endpoints is recorded, for
+    `vllm-omni replay`. Default: sessions are not recorded."""
     rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] | None = 6.0
+    """Seconds without a sign of life after which an engine is reported dead and all its processes
+    exit. Detects a stopped process (SIGSTOP) and, with several ranks, a rank that was killed or
+    lost its network. If none, vLLM's own timeouts apply."""
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
+    """Seconds that a server may spend on finishing the chunks in flight after SIGTERM. 0 stops it
+    immediately."""
     drain_snapshot_dir: str | None = None
+    """Directory for session snapshots written at shutdown and restored at the next start. Default:
+    sessions are discarded."""
     quotas: str | None = None
+    """Path of a TOML file with limits per API key (docs/user_guide/operators.md). Default: all keys
+    share the capacity."""
     checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
+    """Seconds between periodic snapshots of each session that has changed, from which a server
+    restores its sessions after a crash. The interval grows if snapshots would take more than 1.5 %
+    of the engine's time. Requires `drain_snapshot_dir`. Default: snapshots only at shutdown."""
     dequantize: bool = False
+    """Convert quantized weights to `--dtype` while they are loaded, for formats that the device
+    cannot compute in (docs/user_guide/quantization.md)."""
     max_hidden_states_bytes: Positive = 256 << 20
+    """Maximum size of the hidden states that one request of a language model may return, in
+    bytes."""
     hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
+    """Layers whose hidden states clients may request, in addition to the last one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the model; see the tables of the model families."""
 
     def __post_init__(self) -> None:
         if self.scheduling == "fifo" and (self.target_fps is not None or self.degradations):
-            raise ValueError("target_fps and degradations need scheduling 'deadline'")
+            raise ValueError("target_fps and degradations require scheduling 'deadline'")
         if self.checkpoint_s is not None and self.drain_snapshot_dir is None:
-            raise ValueError("checkpoint_s needs drain_snapshot_dir: that is where checkpoints are kept")
+            raise ValueError("checkpoint_s requires drain_snapshot_dir, where snapshots go")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
         if self.pipeline == "temporal" and self.pipeline_partition is not None:
@@ -104,12 +124,15 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each stage as they are loaded; () = as even as possible."""
+        """Layers of each stage as loaded; empty if layers are distributed as evenly as possible."""
         return self.pipeline_partition if isinstance(self.pipeline_partition, tuple) else ()
 
     @property
     def ahead(self) -> str | None:
-        """The option, as a user would name it, that lets a session's next chunk begin early; None = neither is set."""
+        """The option that starts a session's next chunk before the current one has finished.
+
+        Spelled as a user would write it. None if no such option is set.
+        """
         if self.pipeline == "temporal":
             return "pipeline 'temporal'"
         return f"chunks_in_flight {self.chunks_in_flight}" if self.chunks_in_flight > 1 else None
@@ -119,75 +142,116 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.height * self.width
 
     def check_stages(self, pipeline_parallel_size: int) -> None:
-        """Raise ValueError, with the reason, unless the options fit a pipeline of so many stages."""
+        """Check that the options fit a pipeline of `pipeline_parallel_size` stages.
+
+        Raises:
+            ValueError: They do not; the message gives the reason.
+        """
         if self.vae_stage and pipeline_parallel_size < 2:
             raise ValueError(
-                "omni.vae_stage takes the last pipeline stage for the VAE: pass --pipeline-parallel-size 2 or more"
+                "omni.vae_stage reserves the last pipeline stage for the VAE: pass --pipeline-parallel-size 2 or more"
             )
         stages = pipeline_parallel_size - self.vae_stage
         if self.partition and len(self.partition) != stages:
             vae = ", one of them for the VAE" if self.vae_stage else ""
             raise ValueError(
-                f"omni.pipeline_partition names {len(self.partition)} stages, {stages} hold layers "
+                f"omni.pipeline_partition lists {len(self.partition)} stages, but {stages} hold layers "
                 f"(--pipeline-parallel-size {pipeline_parallel_size}{vae})"
             )
 
     def check_ranks(self, tensor_parallel_size: int) -> None:
-        """Raise ValueError, with the reason, unless the options fit so many ranks that share layers."""
+        """Check that the options fit `tensor_parallel_size` ranks that share layers.
+
+        Raises:
+            ValueError: They do not; the message gives the reason.
+        """
         if self.vae_parallel and tensor_parallel_size < 2:
             raise ValueError(
-                "omni.vae_parallel splits the VAE's decode over ranks that share layers: pass --tensor-parallel-size 2 "
-                "or more (with omni.model.sequence_parallel for Ulysses)"
+                "omni.vae_parallel splits the VAE's decode over the ranks that share layers: pass "
+                "--tensor-parallel-size 2 or more (with omni.model.sequence_parallel for Ulysses)"
             )
 
     def refuse_chunks_in_flight(self, model: str) -> None:
-        """Raise ValueError if chunks in flight are asked for, which `model` (its name for users) cannot have."""
+        """Raise ValueError if the options request chunks in flight.
+
+        Args:
+            model: Name of the model as users know it. Its next chunk needs the previous one
+                complete.
+        """
         if self.ahead is not None:
             raise ValueError(
-                f"omni.{self.ahead}: {model} cannot do that: its next chunk needs the one before it complete"
+                f"omni.{self.ahead}: {model} does not support it, because its next chunk "
+                "needs the previous one complete"
             )
 
     def refuse_degradations(self, model: str) -> None:
-        """Raise ValueError if degradations are asked for of `model` (its name for users), which has none."""
+        """Raise ValueError if the options request degradations.
+
+        Args:
+            model: Name of the model as users know it. It has a single quality.
+        """
         if self.degradations:
             raise ValueError(
-                f"omni.degradations: {model} cannot do {self.degradations[0]!r}: it has one quality only; remove them"
+                f"omni.degradations: {model} does not support {self.degradations[0]!r}, "
+                "because it has a single quality; remove it"
             )
 
     def refuse_vae_parallel(self, model: str) -> None:
-        """Raise ValueError if ranks are to share the decode of `model` (its name for users), which cannot be split."""
+        """Raise ValueError if the options request a decode that is split over ranks.
+
+        Args:
+            model: Name of the model as users know it. Its decode cannot be split.
+        """
         if self.vae_parallel:
             raise ValueError(f"omni.vae_parallel: the decode of {model} cannot be split over ranks; remove it")
 
     def refuse_checkpoints(self, model: str) -> None:
-        """Raise ValueError if checkpoints are asked for of `model` (its name for users), which keeps no sessions."""
+        """Raise ValueError if the options request periodic snapshots.
+
+        Args:
+            model: Name of the model as users know it. It has no sessions.
+        """
         if self.checkpoint_s is not None:
             raise ValueError(f"omni.checkpoint_s: {model} has no sessions that outlive a request; remove it")
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
-        """Parse `additional_config["omni"]` (missing = all defaults). Raises ValueError naming key and range.
+        """Parse `additional_config["omni"]`; all options have their defaults if the key is missing.
 
-        additional_config: vLLM's option as it is: a map, or None. vLLM hands it to the runner, to the model and to the
-        scheduler, each by itself: those of one process get the same object for the same options.
+        Args:
+            additional_config: vLLM's option of that name: a mapping or None. vLLM passes it to the
+                runner, the model and the scheduler separately; the parsed options are cached, so
+                that they share one object per process.
+
+        Raises:
+            ValueError: An option is unknown or out of range; the message names it and the range.
         """
         omni = additional_config.get("omni", {}) if isinstance(additional_config, Mapping) else {}
         try:
             key = msgspec.msgpack.encode(omni, order="deterministic")
-        except (TypeError, ValueError):  # holds a value that no option can have: parsing says which
+        except (TypeError, ValueError):  # a value no option can have: the parser's error names it
             return parse_options(cls, omni, "additional_config['omni']")
         if key not in _PARSED:
-            copy = msgspec.msgpack.decode(key)  # whoever gave the options may still change them
+            copy = msgspec.msgpack.decode(key)  # the caller may change its own object later
             _PARSED[key] = parse_options(cls, copy, "additional_config['omni']")
         return _PARSED[key]
 
 
 _PARSED: dict[bytes, OmniConfig] = {}
-"""Options of this process's engines, as MessagePack -> parsed options."""
+"""Parsed options of the engines in this process, by the options' MessagePack encoding."""
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
-    """Convert `options` into the Struct `cls`; raises ValueError with the value, the allowed ones and the place."""
+    """Convert `options` into the Struct `cls`.
+
+    Args:
+        cls: Struct that declares the options.
+        options: Values by option name.
+        where: Origin of the options, for error messages.
+
+    Raises:
+        ValueError: The message has the rejected value, the allowed values and `where`.
+    """
     try:
         return msgspec.convert(dict(options), cls)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
@@ -197,14 +261,14 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
 
 
 def _near_names(names: list[str], error: str) -> str:
-    """The options whose names are like that of an unknown one, as an addition to its error; "" if there are none."""
+    """Return a suffix for the error of an unknown option that suggests similar names, or ""."""
     unknown = re.search(r"unknown field `([^`]+)`\Z", error)
     near = get_close_matches(unknown[1], names) if unknown else []
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _named_values(cls: type[msgspec.Struct], error: str) -> str:
-    """Allowed names of the field in an error message, as an addition to that message; "" if it takes no names."""
+    """Return a suffix for an error message that lists the allowed names of the field, or ""."""
     place = re.search(r"`\$\.(\w+)(\[\d+\])?`\Z", error)
     field = next((field for field in msgspec.structs.fields(cls) if place and field.name == place[1]), None)
     if field is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit statuses of this package's processes, as docs/how_to/operations.md lists them."""
+"""Exit codes of this package's processes, as listed in docs/user_guide/operations.md."""
 
 from typing import Final
 
 ENGINE_DIED: Final = 70
-"""Of a server whose engine died, and of an engine's process that ends itself (EX_SOFTWARE of sysexits.h)."""
+"""The engine died: exit code of its server and of engine processes (EX_SOFTWARE of sysexits.h)."""

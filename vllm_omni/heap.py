@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of processes that run for weeks: free memory goes back to the system. Held by tests/test_heap.py.
+"""Return free memory to the operating system in processes that run for weeks.
 
-Two things keep a server growing though nothing leaks. CPython runs a full collection only when the objects that wait
-for one are a quarter of those that outlived the last (long_lived_pending in CPython's gcmodule.c). vLLM freezes the
-heap of a started server right after a full collection, so that quarter is one of 770,000 objects that are out of reach
-since: cycles (tasks, their exceptions and frames; uvicorn's connections) pile up for hours. And glibc's `malloc` gives
-back only the end of its heap: tensors of many sizes leave holes that stay resident.
+Two effects make a server grow without a leak:
+
+- CPython runs a full garbage collection only when the number of new long-lived objects reaches a
+  quarter of those that survived the last one (long_lived_pending in CPython's gcmodule.c). vLLM
+  freezes the heap of a started server directly after a full collection. The quarter is therefore
+  computed from 770,000 objects that are no longer collected, and reference cycles (tasks, their
+  exceptions and frames, uvicorn's connections) accumulate for hours.
+- `malloc` of glibc returns only the end of its heap. Tensors of many sizes leave holes that stay
+  resident.
 """
 
 import ctypes
@@ -19,9 +23,13 @@ from fastapi import FastAPI
 
 
 def collect_after_freeze(app: FastAPI) -> None:
-    """Run full collections of a started server, whose heap vLLM has frozen, over the objects made since.
+    """Make the garbage collector of a server count only objects created after vLLM froze its heap.
 
-    They are cheap then (1 ms for 4,000 objects), so they come after 23,000 new objects and no longer after 85,000.
+    Full collections are then cheap (1 ms for 4,000 objects). The threshold of the oldest
+    generation is therefore lowered: they run after 23,000 new objects instead of 85,000.
+
+    Args:
+        app: Application whose lifespan is extended.
     """
     inner = app.router.lifespan_context
 
@@ -37,12 +45,16 @@ def collect_after_freeze(app: FastAPI) -> None:
 
 
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's, else None: other C libraries have no such function, or give memory back by themselves."""
+    """Return glibc's function; None with other C libraries, which lack it or do not need it."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class HeapTrim:
-    """Returns the C library's free memory to the system, at most once in `interval_s` (5 ms for 60 MB of holes)."""
+    """Callable that returns free memory of the C library to the operating system.
+
+    Each call takes about 5 ms for 60 MB of holes, so calls within `interval_s` of the last one do
+    nothing.
+    """
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states of an autoregressive request: how a client asks for them and reads them.
+"""Hidden states of autoregressive requests: request parameters, results and wire format.
 
-A client asks in `SamplingParams.extra_args` (`HiddenStatesRequest.to_extra_args`) and reads the answer from the stock
-`RequestOutput` (`hidden_states_of`), offline and streamed. Rows travel beside the text in
-`CompletionOutput.sampling_mask`, the one stock field that holds something per generated token and that vLLM gathers,
-merges for a slow reader and cuts at a stop string together with the tokens. How a row looks there is this file's
-secret: `encode_rows` and `_decode` are the only two that know. No scheduler and no worker here. Held by
-tests/test_hidden_states.py.
+A client requests hidden states in `SamplingParams.extra_args` (`HiddenStatesRequest.to_extra_args`)
+and reads them from the stock `RequestOutput` (`hidden_states_of`), offline and streamed. They
+travel next to the text in `CompletionOutput.sampling_mask`, because it is the only stock field with
+data per generated token that vLLM collects, merges for a slow reader and truncates at a stop string
+together with the tokens. Only `encode_rows` and `_decode` depend on the format of an entry. This
+module contains no scheduler and no worker.
 """
 
 import json
@@ -26,40 +26,49 @@ if TYPE_CHECKING:
 
 EXTRA_ARGS_KEY: Final = "omni"
 FINAL: Final = -1
-"""The last layer: the input of the model's output head, after the final norm."""
+"""Index of the last layer: the input of the model's output head, after the final norm."""
 
 _ERROR_PREFIX: Final = "hidden_states: "
 _MAGIC: Final = b"VOHS"
-# Magic, position, token id, dtype, whether it replaces the rows before it, layers; then hidden size and layer numbers.
+# Magic, position, token id, dtype, whether the entry replaces earlier ones, number of layers;
+# the hidden size and the layer indices follow.
 _HEADER: Final = struct.Struct("<4sIIB?H")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _END: Final = 1
-"""Every row ends in this byte: numpy drops trailing zeros of byte strings."""
+"""Last byte of every entry, because NumPy strips trailing zeros of byte strings."""
 
 LayerIndex = Annotated[int, msgspec.Meta(ge=-1024, le=1024)]
 
 
 class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which rows of which layers one request wants back.
-
-    hidden_states: `all` = one row per token that went through the model (prompt and generated), `generated` = those of
-    generated tokens, `last` = the newest only. The token sampled last was never fed back, so it has no row.
-    layers: numbered as transformers' `output_hidden_states`: 0 = the input embeddings, k = behind block k, -1 (or the
-    number of blocks) = after the final norm. Others than the last must be named at start (`omni.hidden_state_layers`).
-    """
+    """Hidden states that a request returns: which tokens and which layers."""
 
     hidden_states: Literal["all", "generated", "last"]
+    """Tokens: `all` that went through the model (prompt and generated), only `generated` ones, or
+    only the `last` one. The token sampled last has no hidden state, because it was never fed
+    back."""
     layers: Annotated[tuple[LayerIndex, ...], msgspec.Meta(min_length=1, max_length=64)] = (FINAL,)
+    """Layer indices as in transformers' `output_hidden_states`: 0 is the input embeddings, k the
+    output of block k, -1 (or the number of blocks) the output of the final norm. Layers other than
+    the last must be enabled at start with `omni.hidden_state_layers`."""
 
     def to_extra_args(self) -> dict[str, Any]:
-        """Return `SamplingParams.extra_args` carrying this request."""
+        """Return `SamplingParams.extra_args` that carry this request."""
         return {EXTRA_ARGS_KEY: {"hidden_states": self.hidden_states, "layers": list(self.layers)}}
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> "HiddenStatesRequest | None":
-        """Read the request back; None if there is none. Raises `RequestFailed("invalid_request", ...)`.
+        """Parse the request of `SamplingParams.extra_args`.
 
-        The map may also be its JSON text: `vllm_xargs` of the HTTP API holds no nested maps.
+        Args:
+            extra_args: Arguments of the request. The value may also be JSON text, because
+                `vllm_xargs` of the HTTP API does not support nested objects.
+
+        Returns:
+            The request, or None if it requests no hidden states.
+
+        Raises:
+            RequestFailed: `invalid_request`.
         """
         asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
         if asked is None:
@@ -73,16 +82,21 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
                 "(a list of layer numbers)",
             ) from error
         if len(set(request.layers)) != len(request.layers):
-            raise RequestFailed("invalid_request", f"layers must differ from each other, got {list(request.layers)}")
+            raise RequestFailed("invalid_request", f"layers must be unique, got {list(request.layers)}")
         return request
 
 
 class HiddenStates(Mapping[int, torch.Tensor]):
-    """Rows of one completion: layer number, as asked for -> `[num_rows, hidden_size]`, in the model's dtype, on CPU.
+    """Hidden states of one completion, by layer index as requested.
 
-    positions: int64 `[num_rows]`, the index of each row's token in prompt + completion, ascending, without doubles.
-    token_ids: int64 `[num_rows]`, that token (0 for a prompt given as embeddings).
-    newest_only: a streamed row of a `last` request, which a later delta may replace.
+    Each value is a tensor `[num_rows, hidden_size]` on the CPU, in the model's dtype.
+
+    Attributes:
+        positions: int64 `[num_rows]`, index of each row's token in prompt + completion, strictly
+            increasing.
+        token_ids: int64 `[num_rows]`, the tokens; 0 for a prompt given as embeddings.
+        newest_only: Whether this is the streamed result of a `last` request, which a later delta
+            may replace.
     """
 
     def __init__(
@@ -116,17 +130,25 @@ class HiddenStates(Mapping[int, torch.Tensor]):
 
     @property
     def last(self) -> "HiddenStates":
-        """The newest row only (`[1, hidden_size]`)."""
+        """The hidden states of the last token only (`[1, hidden_size]`)."""
         return HiddenStates({k: rows[-1:] for k, rows in self.items()}, self.positions[-1:], self.token_ids[-1:])
 
 
 def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0) -> HiddenStates | None:
-    """Return the hidden states that came with a completion.
+    """Return the hidden states of a completion.
 
-    output: result of `LLM.generate` or `AsyncLLM.generate`; `index` picks one of `n` completions. A streamed delta
-    holds the rows that became known with it (the first one all rows of the prompt); `CUMULATIVE` and `FINAL_ONLY`
-    outputs hold all rows, once, when the request has finished. None where no rows came.
-    Raises `RequestFailed(code, message)` when the request failed because of its hidden states.
+    Args:
+        output: Result of `LLM.generate` or `AsyncLLM.generate`. A streamed delta has the hidden
+            states of the delta's tokens; the first delta has all hidden states of the prompt.
+            `CUMULATIVE` and `FINAL_ONLY` outputs have all of them, once, when the request has
+            finished.
+        index: Which of the `n` completions.
+
+    Returns:
+        The hidden states, or None if the output has none.
+
+    Raises:
+        RequestFailed: The request failed because of its hidden states.
     """
     from vllm.outputs import RequestOutput
 
@@ -135,13 +157,17 @@ def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0)
         raise failed
     if completion.sampling_mask is None:
         return None
-    per_token: Any = completion.sampling_mask.token_ids  # lists of token ids where vLLM fills it itself
+    per_token: Any = completion.sampling_mask.token_ids  # token ids if vLLM filled the field
     rows = [row for rows in per_token for row in rows]
     return _decode(rows) if rows else None
 
 
 def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
-    """Join the rows of consecutive deltas (of a `last` request: the newest); None where none of them holds rows."""
+    """Join the hidden states of consecutive deltas.
+
+    Returns:
+        All of them (for a `last` request: the newest), or None if no delta has any.
+    """
     found = [part for part in parts if part is not None]
     if len(found) < 2 or found[-1].newest_only:
         return found[-1] if found else None
@@ -153,7 +179,7 @@ def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
 
 
 def to_safetensors(states: HiddenStates) -> bytes:
-    """Return a safetensors file: `layer.<number>` for each layer, `positions` and `token_ids`."""
+    """Return a safetensors file with tensors `layer.<index>`, `positions` and `token_ids`."""
     from safetensors.torch import save
 
     layers = {f"layer.{layer}": rows.contiguous() for layer, rows in states.items()}
@@ -161,7 +187,7 @@ def to_safetensors(states: HiddenStates) -> bytes:
 
 
 def from_safetensors(data: bytes) -> HiddenStates:
-    """Read `to_safetensors` back, as a client of the HTTP API does."""
+    """Parse the file that `to_safetensors` wrote. For clients of the HTTP API."""
     from safetensors.torch import load
 
     tensors = load(data)
@@ -170,12 +196,12 @@ def from_safetensors(data: bytes) -> HiddenStates:
 
 
 def error_text(failed: RequestFailed) -> str:
-    """The stop reason under which a failed request leaves the engine."""
+    """Return the stop reason with which the engine finishes a failed request."""
     return f"{_ERROR_PREFIX}{json.dumps([failed.code, failed.message])}"
 
 
 def error_of(stop_reason: int | str | None) -> RequestFailed | None:
-    """Read `error_text` back; None for any other stop reason."""
+    """Parse `error_text`; None for other stop reasons."""
     if not isinstance(stop_reason, str) or not stop_reason.startswith(_ERROR_PREFIX):
         return None
     code, message = json.loads(stop_reason.removeprefix(_ERROR_PREFIX))
@@ -190,11 +216,18 @@ def encode_rows(
     num_tokens: int,
     newest_only: bool = False,
 ) -> "SamplingMaskLists":
-    """Pack rows for the way to the client, beside `num_tokens` newly sampled tokens.
+    """Pack hidden states for transport to the client.
 
-    rows: `[num_rows, len(layers), hidden_size]` on CPU, with the position and token id of each. The newest rows go one
-    to each newly sampled token and the others to the first, so that cutting tokens at the end cuts their rows.
-    newest_only: a client keeps the newest row of all it gets.
+    The last tokens' entries are attached one to each newly sampled token and all others to the
+    first of these, so that truncating tokens at the end truncates their hidden states too.
+
+    Args:
+        rows: Hidden states `[num_rows, len(layers), hidden_size]` on the CPU.
+        layers: Layer indices as requested.
+        positions: Position of each row.
+        token_ids: Token of each row.
+        num_tokens: Number of newly sampled tokens.
+        newest_only: Whether the client keeps only the newest row.
     """
     from vllm.v1.outputs import SamplingMaskLists
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's diffusion request: its parameters and tensors, and how they travel through stock vLLM.
+"""Parameters and tensors of a diffusion request, and their transport through stock vLLM.
 
-Scalars and text travel in `PoolingParams.extra_kwargs["omni"]` as JSON types, tensors in
-`extra_kwargs["omni_tensors"]` as the bytes of an envelope (an array there would kill the engine). This one channel
-works through every stock entry point: `LLM.encode`, `AsyncLLM.encode`, Ray. Clients, doors and examples build requests
-with this file; the runner reads them with it. Held by tests/test_inputs.py.
+Scalars and text travel as JSON types in `PoolingParams.extra_kwargs["omni"]`, tensors as the bytes
+of an envelope in `extra_kwargs["omni_tensors"]` (a NumPy array there would crash the engine,
+because vLLM cannot serialize it). This channel works through every stock entry point:
+`LLM.encode`, `AsyncLLM.encode` and Ray. Clients, endpoints and examples build requests with this
+module; the runner reads them with it.
 """
 
 import functools
@@ -34,16 +35,19 @@ Text = Annotated[str, msgspec.Meta(max_length=16384)]
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A LoRA adapter by the name that the server gave it. scale: its strength, 1 = as it was trained."""
+    """A LoRA adapter that a request uses."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    """Name under which the server has loaded the adapter."""
     scale: Annotated[float, msgspec.Meta(ge=-100, le=100)] = 1.0
+    """Strength of the adapter; 1 is the strength it was trained with."""
 
 
 class UsedLora(Lora, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An adapter as a chunk used it. digest: of its files' tensors and strengths, and of the type it is kept in."""
+    """A LoRA adapter as a chunk used it."""
 
     digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    """Hash of the tensors and strengths in the adapter's files and of the dtype it is stored in."""
 
 
 Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]
@@ -51,58 +55,81 @@ UsedLoras = Annotated[list[UsedLora], msgspec.Meta(max_length=16)]
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Everything of one diffusion request that is not a tensor.
+    """All parameters of a diffusion request except its tensors.
 
-    op: `generate` runs the next chunk; `reset`, `close` and `fork` act on the session and return only metadata.
-    chunk_index: the chunk the client expects to be next; None accepts whichever is next.
-    prompt: required on a session's first chunk; later, a new prompt from this chunk on.
-    actions: one entry per latent frame, names of held buttons or an `ActionFrame`; the model's `ActionSpace` says
-    which it takes. Instead of a `poses` tensor.
-    height, width: pixels, fixed for the session by its first chunk. output: `rgb` = uint8 frames
-    `[T, H, W, 3]`, `latents` = the model's latents as they are, `both` = both, of streaming models.
-    window_frames, sink_frames: latent frames that a chunk of this session sees, itself and the sinks included, and the
-    first frames that it always sees; fixed by the first chunk, None = the server's. At most the server's window, and
-    only of models that are `SupportsSessionWindows`.
-    fork_to: the new session's id, for `op="fork"`.
-    one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
-    negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: for image and
-    video models; None = the model's default, and a model refuses parameters it does not use (`refuse_unused`).
-    deadline_s: seconds after the engine has received the request by which its result is wanted; chunk_period_s: the
-    stream wants a chunk that often. Both only matter to a server that schedules by deadline (`omni.scheduling`).
-    lora: adapters from this chunk on, several at once; [] = none, None = as the session has them (at first: none).
-    options: model-specific, checked by the model.
+    Image and video models use `negative_prompt`, `num_frames`, `num_inference_steps`,
+    `guidance_scale`, `num_images` and `fps`; their default is the model's. A model refuses
+    parameters that it does not use (`refuse_unused`).
     """
 
     session_id: SessionId
+    """Session that the request belongs to."""
     op: Literal["generate", "reset", "close", "fork"] = "generate"
+    """`generate` runs the next chunk. `reset`, `close` and `fork` change the session and return
+    only metadata."""
     chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Index that the client expects the next chunk to have. None accepts any."""
     prompt: Text | None = None
+    """Text prompt. Required for the first chunk of a session; later, it replaces the prompt from
+    this chunk on."""
     seed: Seed | None = None
+    """Seed of the noise."""
     height: Pixels | None = None
+    """Height in pixels. The first chunk fixes it for the session."""
     width: Pixels | None = None
+    """Width in pixels. The first chunk fixes it for the session."""
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
+    """Controls of the chunk, one entry per latent frame: names of held buttons, or an
+    `ActionFrame`. The model's `ActionSpace` lists the controls. Mutually exclusive with a `poses`
+    tensor."""
     output: Output = "rgb"
+    """`rgb` returns uint8 frames `[T, H, W, 3]`, `latents` the unmodified latents of the model,
+    `both` returns both and requires a streaming model."""
     window_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    """Attention window of a chunk in latent frames, including the chunk and the sink frames. The
+    first chunk fixes it for the session. Default and maximum: the server's window. Requires a model
+    that is `SupportsSessionWindows`."""
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
+    """Number of latent frames at the start of the session that stay in the window. Fixed and
+    limited like `window_frames`."""
     fork_to: SessionId | None = None
+    """Id of the new session, for `op="fork"`."""
     one_shot: bool = False
+    """Create the session for this request only and close it afterwards, even after a failure. For
+    example, for one image or one video."""
     negative_prompt: Text | None = None
+    """Text that classifier-free guidance steers away from."""
     num_frames: Count | None = None
+    """Length of the video in pixel frames."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Number of denoise steps."""
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    """Scale of classifier-free guidance."""
     num_images: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Number of images to generate."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    """Frame rate of the video in frames per second."""
     deadline_s: Seconds | None = None
+    """Seconds between the arrival of the request at the engine and its deadline. Used only if the
+    server schedules by deadline (`omni.scheduling`)."""
     chunk_period_s: Seconds | None = None
+    """Seconds between two chunks of the stream. Used only if the server schedules by deadline."""
     lora: Loras | None = None
+    """LoRA adapters from this chunk on; several may be active. An empty list removes all. None
+    keeps the session's adapters; a new session has none."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the model; the model validates them."""
 
     def __post_init__(self) -> None:
         if self.seed is not None:  # later chunks bring none: a call less for each
             check_seed(self.seed)
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
-        """Return stock `PoolingParams` carrying this request and its input tensors (on CPU, copied)."""
+        """Return stock `PoolingParams` that carry this request.
+
+        Args:
+            tensors: Input tensors on the CPU, by name. They are copied.
+        """
         extra_kwargs: dict[str, Any] = {PARAMS_KEY: msgspec.to_builtins(self)}
         if tensors:
             extra_kwargs[_TENSORS_KEY] = pack({}, tensors).numpy().tobytes()
@@ -110,7 +137,11 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @classmethod
     def from_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "DiffusionParams":
-        """Read the request back; raises `RequestFailed("invalid_request", ...)` naming the field and range."""
+        """Parse the request of `PoolingParams.extra_kwargs`.
+
+        Raises:
+            RequestFailed: `invalid_request`; the message names the field and its range.
+        """
         if not extra_kwargs or PARAMS_KEY not in extra_kwargs:
             raise RequestFailed(
                 "invalid_request", f"extra_kwargs must hold the key {PARAMS_KEY!r} with the request's fields"
@@ -125,18 +156,18 @@ _CONTENT = (
     *("prompt", "seed", "height", "width", "actions", "negative_prompt", "num_frames", "num_inference_steps"),
     *("guidance_scale", "num_images", "fps"),
 )
-"""Fields of `DiffusionParams` that describe the result."""
+"""Fields of `DiffusionParams` that determine the result."""
 
 
 def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
-    """Refuse parameters that were sent and would have no effect.
+    """Refuse parameters that a client sent and the model would ignore.
 
     Args:
         params: The request.
-        used: The model's own among the fields that describe the result (`_CONTENT`).
+        used: Fields of `_CONTENT` that the model uses.
 
     Raises:
-        RequestFailed: `invalid_request` that names the fields.
+        RequestFailed: `invalid_request`; the message names the ignored fields.
     """
     defaults = {"num_images": 1}
     sent = [name for name in _CONTENT if name not in used and getattr(params, name) != defaults.get(name)]
@@ -145,13 +176,16 @@ def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
 
 
 def engine_prompt() -> Any:
-    """Return the prompt of every diffusion request: one token to schedule; everything else is in the params."""
+    """Return the engine prompt of every diffusion request: one token for vLLM to schedule.
+
+    The content of the request is in its pooling parameters.
+    """
     return _stock()[1](prompt_token_ids=[0])
 
 
 @functools.cache
 def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
-    """The parts of vLLM that a request needs, imported with the first one: a repeated import takes a microsecond."""
+    """Import the parts of vLLM that a request needs, once: importing again takes a microsecond."""
     from vllm.inputs import tokens_input
     from vllm.pooling_params import PoolingParams
 
@@ -159,14 +193,18 @@ def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
 
 
 def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a request; raises `RequestFailed("invalid_request", ...)` if they are malformed."""
+    """Return the tensors of a request by name.
+
+    Raises:
+        RequestFailed: `invalid_request`: the envelope is malformed.
+    """
     packed = (extra_kwargs or {}).get(_TENSORS_KEY)
     if packed is None:
         return {}
     if not isinstance(packed, bytes | bytearray | memoryview) or len(packed) == 0:
         raise RequestFailed("invalid_request", f"extra_kwargs[{_TENSORS_KEY!r}] must be bytes written by outputs.pack")
     try:
-        # The bytes are read-only and shared; the copy is the request's own.
+        # The bytes are read-only and shared, so the request gets a copy.
         return unpack(torch.frombuffer(bytearray(packed), dtype=torch.uint8))[1]
     except ValueError as error:
         raise RequestFailed("invalid_request", f"the request's tensors are malformed: {error}") from error

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose log line is this: the request's and the session's id, carried by context variables into every record.
+"""Request id and session id of log records, carried by context variables.
 
-`bound(...)` names them for a block of code and for every task begun in it. How they come into a line depends on the
-handler: `ContextFilter` sets `request_id` and `session_id` on the record (JSON formatters write them as fields, a
-logging configuration of the user's own may name them in its format), `ContextFormatter` appends them to the first line
-of a text. Which handlers get which is `entrypoints/logs.py`'s. Imports nothing but the standard library, because a
-user's logging configuration names `ContextFilter` before vLLM is up. Held by tests/test_log_context.py.
+`bound(...)` sets the ids for a block of code and for every task started in it. The handler
+determines how they appear in a log line. `ContextFilter` sets `request_id` and `session_id` on the
+record: JSON formatters write them as fields, and a user's logging configuration can use them in its
+format. `ContextFormatter` appends them to the first line of the text. `entrypoints/logs.py`
+installs both. This module imports only the standard library, because a user's logging configuration
+refers to `ContextFilter` before vLLM is imported.
 """
 
 import contextlib
@@ -18,12 +19,17 @@ from typing import Any, Final
 NAMES: Final = ("request_id", "session_id")
 _OWN_LOGGERS: Final = "vllm.vllm_omni"
 _ids: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("omni_log_ids", default={})  # noqa: B039
-"""Those that are known, in the order of `NAMES`; never changed in place."""
+"""The ids that are set, in the order of `NAMES`. Never modified in place."""
 
 
 @contextlib.contextmanager
 def bound(*, request_id: str | None = None, session_id: str | None = None) -> Iterator[None]:
-    """Name the request or the session that the log lines of this block are about; None leaves it as it is."""
+    """Set the ids for the log records of a block.
+
+    Args:
+        request_id: Request of the block; None leaves the current value.
+        session_id: Session of the block; None leaves the current value.
+    """
     token = _ids.set(_merged(request_id, session_id))
     try:
         yield
@@ -32,12 +38,17 @@ def bound(*, request_id: str | None = None, session_id: str | None = None) -> It
 
 
 def bind(*, request_id: str | None = None, session_id: str | None = None) -> None:
-    """As `bound`, up to the end of the current task; for tasks that serve one request or one session all their life."""
+    """Set the ids until the end of the current task, for a task that serves one request or session.
+
+    Args:
+        request_id: As for `bound`.
+        session_id: As for `bound`.
+    """
     _ids.set(_merged(request_id, session_id))
 
 
 def current() -> Mapping[str, str]:
-    """The ids that are known here, by name."""
+    """Return the ids that are set, by name."""
     return _ids.get()
 
 
@@ -48,9 +59,11 @@ def _merged(*given: str | None) -> Mapping[str, str]:
 
 
 class ContextFilter(logging.Filter):
-    """Sets `request_id` and `session_id` on every record; lets all records through.
+    """Logging filter that sets `request_id` and `session_id` on every record and drops none.
 
-    missing: the value of an id that is not known; None = the attribute is not set, so JSON lines leave it out.
+    Args:
+        missing: Value of an id that is not set. With None the attribute is left unset, so that JSON
+            formatters omit it.
     """
 
     def __init__(self, missing: str | None = "-") -> None:
@@ -66,10 +79,14 @@ class ContextFilter(logging.Filter):
 
 
 class ContextFormatter(logging.Formatter):
-    """Another formatter's text with ` request_id=... session_id=...` at the end of its first line.
+    """Append ` request_id=... session_id=...` to the first line of another formatter's text.
 
-    Control characters in a record's arguments are escaped, since arguments may be text of clients: paths, reasons of
-    a close, names. A newline there would start a line that looks like one of the server's own.
+    Control characters in the arguments of a record are escaped, because arguments may contain text
+    from clients: paths, close reasons, names. A newline in it would otherwise look like a separate
+    line of the server's log.
+
+    Args:
+        inner: The wrapped formatter.
     """
 
     def __init__(self, inner: logging.Formatter) -> None:
@@ -84,7 +101,7 @@ class ContextFormatter(logging.Formatter):
 
 
 def _escaped(record: logging.LogRecord) -> logging.LogRecord:
-    """The record without control characters in its arguments. Other packages may log several lines."""
+    """Return the record with escaped arguments. Records of other packages may contain newlines."""
     allowed = "" if record.name.startswith(_OWN_LOGGERS) else "\n\t"
     if isinstance(record.args, tuple):
         args: Any = tuple(_printable(value, allowed) for value in record.args)

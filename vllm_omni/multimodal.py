@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`multi_modal_data` of stock vLLM as input tensors of a diffusion request.
 
-    data = {"image": picture, "camera": {"poses": poses_N44, "intrinsics": intrinsics_N4}}
+    data = {"image": image, "camera": {"poses": poses_N44, "intrinsics": intrinsics_N4}}
     llm.encode({"prompt_token_ids": [0], "multi_modal_data": data},
                pooling_params=DiffusionParams(...).to_pooling_params(), pooling_task="plugin")
 
-An entry is one tensor under the modality's name; a map is several, each under its key: `camera` as above, `actions` of
-`buttons` [N, B], `axes` [N, A] and `scroll` [N], a row per latent frame (vllm_omni/actions.py). They reach the worker
-as they are: no tokens, no hashing, no cache (a chunk's camera never comes twice).
-`inputs.request_tensors` is the other way in.
-Held by tests/test_multimodal.py.
+The value of a modality is one tensor, or a mapping of several named tensors, for example `camera`
+above. `actions` are `buttons` [N, B], `axes` [N, A] and `scroll` [N] with one row per latent frame
+(vllm_omni/actions.py). The tensors reach the worker unchanged: they are not tokenized, hashed or
+cached, because the camera of a chunk never repeats. `inputs.request_tensors` is the other way to
+send tensors.
 """
 
 import uuid
@@ -40,17 +40,19 @@ from vllm.multimodal.processing import (
 from vllm_omni.actions import ACTION_TENSORS
 
 MODALITIES: Final = ("image", "video", "audio", "camera", "actions", "tensors")
-"""Keys of `multi_modal_data`; `tensors` is a map of a model's other tensors. One item of each a request."""
+"""Keys of `multi_modal_data`, one item of each per request. `tensors` maps a model's other
+tensors."""
 
 
 def rgb_image(image: Image.Image) -> Image.Image:
-    """Return an image as viewers show it, in mode RGB.
+    """Convert an image to mode RGB as image viewers display it.
 
-    The EXIF rotation is applied, and transparent parts are composited on white, as vLLM does for language models:
-    otherwise the colour that an editor left below them would come out. 16-bit grey is scaled to 8 bits.
+    The EXIF rotation is applied. Transparent parts are composited on white, as vLLM does for
+    language models; otherwise the hidden colour below them would become visible. 16-bit grey is
+    scaled to 8 bits.
     """
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # Pillow would clip 16-bit grey to 255 instead of scaling it
+    if image.mode.startswith("I"):  # Pillow would clip 16-bit grey to 255
         values_HW = np.asarray(image).astype(np.int64)
         grey_HW = (values_HW >> 8).clip(0, 255).astype(np.uint8)
         if "transparency" in image.info:
@@ -70,7 +72,7 @@ class NamedTensors(ModalityDataItems[dict[str, torch.Tensor], dict[str, torch.Te
         return 1
 
     def get(self, index: int) -> dict[str, torch.Tensor]:
-        return (self.data,)[index]  # an IndexError is how vLLM's iteration over items ends
+        return (self.data,)[index]  # vLLM iterates over items until IndexError
 
     def get_processor_data(self) -> Mapping[str, object]:
         return {}
@@ -81,7 +83,11 @@ class NamedTensors(ModalityDataItems[dict[str, torch.Tensor], dict[str, torch.Te
 
 class NamedTensorsParser(MultiModalDataParser):
     def parse_mm_data(self, mm_data: MultiModalDataDict) -> MultiModalDataItems:
-        """Raises ValueError naming an unknown modality or an entry that is no array."""
+        """Parse `multi_modal_data`.
+
+        Raises:
+            ValueError: A modality is unknown or a value is not an array; the message names it.
+        """
         items = MultiModalDataItems()
         for modality, value in mm_data.items():
             if modality not in MODALITIES:
@@ -103,11 +109,11 @@ class NamedTensorsInfo(BaseProcessingInfo):
         return dict.fromkeys(MODALITIES, 1)
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        return dict.fromkeys(mm_counts, 1)  # none in fact; vLLM wants room for at least one
+        return dict.fromkeys(mm_counts, 1)  # items have no tokens, but vLLM requires at least one
 
 
 class NoDummyInputs(BaseDummyInputsBuilder[NamedTensorsInfo]):
-    """vLLM warms processors up with these; one number is enough here."""
+    """Minimal input with which vLLM warms up processors."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -126,7 +132,7 @@ class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
         return []
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
-        """Return an engine input of one prompt token that carries the tensors unchanged."""
+        """Return an engine input with one prompt token and the unchanged tensors."""
         field = MultiModalBatchedField()
         items = {
             modality: [
@@ -148,7 +154,7 @@ class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
 
 
 def feature_tensors(features: Sequence[MultiModalFeatureSpec]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a scheduled request's `mm_features` by name."""
+    """Return the tensors in the `mm_features` of a scheduled request, by name."""
     return {
         name: elem.data
         for feature in features
@@ -159,7 +165,7 @@ def feature_tensors(features: Sequence[MultiModalFeatureSpec]) -> dict[str, torc
 
 
 def _tensor(name: str, data: Any) -> torch.Tensor:
-    """An image is uint8 [H, W, 3], several are [N, H, W, 3]; arrays keep their dtype."""
+    """Convert a value to a CPU tensor. Images become uint8 [H, W, 3] or [N, H, W, 3]."""
     if isinstance(data, torch.Tensor):
         return data.detach().cpu()
     if isinstance(data, Image.Image):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result envelope: one uint8 tensor that carries metadata and several tensors.
 
-vLLM hands exactly one tensor per pooling request from a worker to a client, so everything a request returns
-(frames, latents, timings, or an error) is packed into one. This file owns that byte layout and nothing else:
+vLLM transfers exactly one tensor per pooling request from a worker to a client, so everything that
+a request returns (frames, latents, timings, or an error) is packed into one. This module defines
+the byte layout:
 
-    magic "VOMN" | u32 version | u64 header length | JSON header | padding | payload 0 | padding | payload 1 ...
+    magic "VOMN" | u32 version | u64 header length | JSON header |
+    padding | payload 0 | padding | payload 1 ...
 
-The header is `{"meta": {...}, "tensors": [[name, dtype, shape, offset], ...]}`; offsets count from the start of
-the envelope and are multiples of 64. Held by tests/test_outputs.py.
+The header is `{"meta": {...}, "tensors": [[name, dtype, shape, offset], ...]}`. Offsets count from
+the start of the envelope and are multiples of 64.
 """
 
 import json
@@ -43,10 +45,12 @@ _ARRAY_DTYPES = {name: np.dtype(name) for name in _DTYPES if name != "bfloat16"}
 
 
 class RequestFailed(Exception):
-    """One request failed; its session and the engine go on.
+    """A request failed; its session and the engine continue.
 
-    `code` is a short stable word a program can switch on (`invalid_camera`, `capacity`, `non_finite`, ...);
-    `message` is for a person and holds no path, address or traceback.
+    Attributes:
+        code: Short stable identifier for programs, for example `invalid_camera`, `capacity` or
+            `non_finite`.
+        message: Explanation for people. It holds no path, address or traceback.
     """
 
     def __init__(self, code: str, message: str):
@@ -60,10 +64,15 @@ def _aligned(offset: int) -> int:
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = False) -> torch.Tensor:
-    """Return an uninitialised CPU tensor that `pack`, given it alone, turns into an envelope without copying it.
+    """Return an uninitialised CPU tensor that `pack` turns into an envelope without a copy.
 
-    Its storage has room for the header in front; packing takes the storage over, so use the tensor for nothing else.
-    pin_memory: in page-locked memory, which a CUDA device can copy into while the host goes on.
+    Its storage reserves space for the header in front of the data. `pack` takes over the storage
+    and must get this tensor alone, so the tensor must not be used for anything else.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        pin_memory: Allocate page-locked memory, which a CUDA device can copy into asynchronously.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     storage = torch.empty(_HEADER_ROOM + nbytes, dtype=torch.uint8, pin_memory=pin_memory)
@@ -71,7 +80,11 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool =
 
 
 def _pack_in_place(meta: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Turn the storage of an `empty_result` tensor into an envelope; None if it is not one or the header is large."""
+    """Turn the storage of an `empty_result` tensor into an envelope.
+
+    Returns:
+        The envelope, or None if the storage is another's or the header does not fit.
+    """
     storage = tensor.untyped_storage()
     made_for_it = (
         not tensor.is_cuda
@@ -89,9 +102,15 @@ def _pack_in_place(meta: Mapping[str, Any], name: str, tensor: torch.Tensor) -> 
 
 
 def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Pack JSON-serialisable `meta` and named tensors into one 1-D uint8 CPU tensor, owned by the caller.
+    """Pack metadata and tensors into one 1-D uint8 CPU tensor owned by the caller.
 
-    Tensors on a CUDA device are copied straight into the envelope, which is then page-locked memory.
+    Args:
+        meta: JSON-serialisable metadata.
+        tensors: Tensors by name. CUDA tensors are copied directly into the envelope, which is then
+            allocated in page-locked memory.
+
+    Raises:
+        TypeError: A tensor has a dtype that envelopes do not support.
     """
     tensors = tensors or {}
     for name, tensor in tensors.items():
@@ -99,7 +118,7 @@ def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = N
             raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}; allowed: {', '.join(_DTYPES)}")
     if len(tensors) == 1 and (in_place := _pack_in_place(meta, *next(iter(tensors.items())))) is not None:
         return in_place
-    # Offsets depend on the header's length and the header holds the offsets: reserve the header at its largest.
+    # The header contains the offsets, which depend on its length: reserve the largest length.
     entries: list[list[Any]] = [[name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()]
     slack = 24 * len(entries)
     start = _aligned(_PREFIX.size + len(_header(meta, entries)) + slack)
@@ -126,29 +145,38 @@ def _header(meta: Mapping[str, Any], entries: list[list[Any]]) -> bytes:
 
 
 def pack_error(code: str, message: str) -> torch.Tensor:
-    """Pack a failure; `unpack` raises it again as `RequestFailed(code, message)`."""
+    """Pack a failure, which `unpack` raises as `RequestFailed(code, message)`."""
     return pack({"error": {"code": code, "message": message}})
 
 
 def opaque(envelope: torch.Tensor) -> torch.Tensor:
-    """Return the same bytes in a type that only `unpack` reads.
+    """Return the same bytes with a dtype that only `unpack` supports.
 
-    vLLM's `/pooling` then answers with status 500, because none of its encodings holds this type. It would answer 200
-    with an error's bytes as data otherwise. Not for messages between processes that pickle.
+    None of the encodings of vLLM's `/pooling` supports this dtype, so the endpoint returns status
+    500. Otherwise it would return the bytes of an error as data, with status 200. Do not use it for
+    messages between processes that are pickled.
     """
     return envelope.view(torch.bits8)
 
 
 class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """An entry of an envelope's header."""
+    """Header entry of one tensor."""
 
     name: str
+    """Name of the tensor."""
     dtype: str
+    """Dtype of the tensor, a key of `_DTYPES`."""
     shape: list[int]
+    """Shape of the tensor, at most 8 dimensions."""
     offset: int
+    """Offset of the payload from the start of the envelope in bytes, a multiple of 64."""
 
     def num_bytes(self, total: int) -> int:
-        """Raises ValueError unless all of it lies inside an envelope of `total` bytes."""
+        """Return the size of the payload.
+
+        Raises:
+            ValueError: The payload does not lie inside an envelope of `total` bytes.
+        """
         dtype = _DTYPES.get(self.dtype)
         if dtype is None:
             raise ValueError(f"unknown dtype {self.dtype!r} in envelope")
@@ -162,39 +190,53 @@ class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Header(msgspec.Struct):
+    """Header of an envelope."""
+
     meta: dict[str, Any]
+    """Metadata of the result."""
     tensors: list[_Payload]
+    """Entry of each tensor."""
 
 
 _decode_header = msgspec.json.Decoder(_Header).decode
 
 
 def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return `(meta, tensors)`; the tensors are views into `envelope` (no copy).
+    """Read an envelope.
 
-    Raises `RequestFailed` when the envelope carries an error and `ValueError` on anything malformed.
+    Returns:
+        The metadata, and the tensors by name. The tensors are views into `envelope`.
+
+    Raises:
+        RequestFailed: The envelope carries an error.
+        ValueError: The envelope is malformed.
     """
     envelope, _, header = _opened(envelope)
     return header.meta, {payload.name: _tensor(envelope, payload) for payload in header.tensors}
 
 
 def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return `(meta, arrays)`, as `unpack` and faster; bfloat16, which NumPy does not have, is a `ValueError` too."""
+    """Read an envelope into NumPy arrays; faster than `unpack`.
+
+    Raises:
+        RequestFailed: The envelope carries an error.
+        ValueError: The envelope is malformed, or holds bfloat16, which NumPy does not support.
+    """
     _, buffer, header = _opened(envelope)
     arrays = {}
-    for payload in header.tensors:  # for every chunk; a comprehension would be a call
+    for payload in header.tensors:  # runs for every chunk: a comprehension would add a call
         arrays[payload.name] = _array(buffer, payload)
     return header.meta, arrays
 
 
 def _opened(envelope: torch.Tensor) -> tuple[torch.Tensor, memoryview, _Header]:
-    """The envelope in one piece, its bytes and its header."""
+    """Return the contiguous envelope, its bytes and its header."""
     if envelope.dtype is torch.bits8:
         envelope = envelope.view(torch.uint8)
     if envelope.dtype is not torch.uint8 or envelope.ndim != 1:
         raise ValueError(f"envelope must be a 1-D uint8 tensor, got {envelope.dtype} {tuple(envelope.shape)}")
     envelope = envelope.contiguous()
-    buffer = memoryview(envelope.numpy())  # type: ignore[arg-type]  # numpy's types do not say so
+    buffer = memoryview(envelope.numpy())  # type: ignore[arg-type]  # missing in NumPy's type hints
     total = len(buffer)
     if total < _PREFIX.size:
         raise ValueError(f"envelope of {total} bytes is shorter than its {_PREFIX.size}-byte prefix")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one engine: which they are, and that none outlives the process it works for.
+"""Processes of one engine: their ids, and a watchdog that ends them with their parent.
 
-vLLM tells its engine to stop when it stops itself. After `kill -9` it cannot: the engine waits for requests for ever
-and keeps its device's memory. `end_with_parent` starts a thread that waits, without polling, for the end of the process
-that started this one, and of that one's own parent if it is no main process: a worker is started by its engine core,
-an engine core by the server. Only processes of Python's `multiprocessing` have such a parent; Ray's workers, and an
-engine in the user's own process, are watched by nobody here.
+vLLM stops its engine when it shuts down. After `kill -9` it cannot: the engine waits for requests
+forever and occupies its device's memory. `end_with_parent` starts a thread that waits, without
+polling, for the end of the parent process, and of the grandparent unless the parent is a main
+process: a worker is started by its engine core, an engine core by the server. Only processes that
+Python's `multiprocessing` started have such a parent. Ray's workers and an engine in the user's
+own process are not watched.
 
-Called by workers (before they load) and by schedulers, which live in the engine core. Knows no vLLM and no torch.
-Held by tests/test_processes.py and tests/entrypoints/realtime/test_death_served.py.
+Workers call it before they load; schedulers call it because they run in the engine core. This
+module imports neither vLLM nor torch.
 """
 
 import contextlib
@@ -24,19 +25,23 @@ from vllm_omni.exit_codes import ENGINE_DIED
 logger = logging.getLogger("vllm." + __name__)
 
 _MAIN: Final = "MainProcess"
-"""`multiprocessing`'s name for a process that it did not start."""
+"""Name that `multiprocessing` gives to a process it did not start."""
 _lock = threading.Lock()
 _watching: list[threading.Thread] = []
 
 
 def machine_id() -> str:
-    """Equal for two processes exactly if they see each other's process ids."""
+    """Return an identifier that two processes share if and only if they see each other's pids."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def engine_processes() -> dict[str, Any]:
-    """This process, and the engine core that started it, if one did: `{"machine": ..., "pids": [...]}`."""
+    """Return this process and the engine core that started it, if any.
+
+    Returns:
+        `{"machine": machine_id(), "pids": [...]}`.
+    """
     parent = multiprocessing.parent_process()
     pids = [os.getpid()]
     if parent is not None and parent.name != _MAIN and parent.pid is not None:
@@ -45,12 +50,15 @@ def engine_processes() -> dict[str, Any]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped (SIGSTOP, Ctrl-Z); one that a debugger holds was not."""
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z); one held by a debugger does not count."""
     return _stat_of(pid)[:1] == ["T"]
 
 
 def end_with_parent() -> None:
-    """From now on this process ends, at once and with status 70, when one it works for has ended. Idempotent."""
+    """Make this process exit with status 70 as soon as a process it depends on has ended.
+
+    Idempotent.
+    """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
@@ -73,8 +81,8 @@ def _watch(pids: list[int]) -> None:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             _end(pid)
-        except OSError as error:  # a kernel before 5.3, or a sandbox without this call
-            logger.warning("this process does not notice when process %d ends: %s", pid, error)
+        except OSError as error:  # kernels before 5.3 and some sandboxes lack the system call
+            logger.warning("cannot watch process %d, this process will not exit with it: %s", pid, error)
         else:
             watched[descriptor] = pid
             poll.register(descriptor, select.POLLIN)
@@ -84,12 +92,12 @@ def _watch(pids: list[int]) -> None:
 
 
 def _end(pid: int) -> None:
-    logger.critical("process %d, which this one works for, has ended: this one ends, too", pid)
+    logger.critical("process %d, on which this process depends, has ended; exiting", pid)
     os._exit(ENGINE_DIED)
 
 
 def _stat_of(pid: int) -> list[str]:
-    """State, parent and the rest of /proc/PID/stat; [] if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`register()`: adds to vLLM's registries model classes, one config parser, one config hook per architecture.
+"""Registration with vLLM: model classes, the checkpoint config parser and the config hooks.
 
-Only additive and idempotent; nothing of vLLM is replaced. The exact list of touched registries is asserted by
-tests/test_import_purity.py.
+`register_with_vllm` only adds entries, is idempotent, and replaces nothing of vLLM.
+tests/test_import_purity.py asserts the exact list of registries that it touches.
 """
 
 import logging
@@ -59,23 +59,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its full name: on a CPU vLLM replaces the name `uni` by `mp`."""
+"""Full name, because on a CPU vLLM replaces the short name `uni` by `mp`."""
 ONLINE_METHOD = "fp8_per_channel"
-"""The meaning of `--quantization fp8` for a checkpoint that is not stored quantized."""
+"""Method that `--quantization fp8` selects for a checkpoint that is not stored quantized."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""vLLM's own variable: cores of each rank."""
+"""Environment variable of vLLM with the cores of each rank."""
 SPIN_COUNT, SPINS = "GOMP_SPINCOUNT", "3000"
-"""libgomp's variable: how often a waiting thread looks before it sleeps; 3000 times take about 0.1 ms."""
+"""Environment variable of libgomp: spins of a waiting thread before it sleeps. 3000 take 0.1 ms."""
 
 
 class OmniPipelineConfig(PreTrainedConfig):
-    """The HF-shaped config that vLLM carries for a pipeline checkpoint; filled by the model family."""
+    """Hugging Face config of a pipeline checkpoint. The model family fills it."""
 
     model_type = ROOT_MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read the directory that transformers names: its `config.json` only says that it is one of this package's."""
+        """Read the checkpoint directory that transformers names.
+
+        Its `config.json` only declares that the checkpoint belongs to this package.
+        """
         folder = kwargs.get("name_or_path", "")
         if "omni_family" in config_dict or not Path(folder).is_dir():
             return super().from_dict(config_dict, **kwargs)
@@ -86,11 +89,14 @@ class OmniPipelineConfig(PreTrainedConfig):
 _CONFIG_CLASSES: dict[str, type[OmniPipelineConfig]] = {
     name: type(OmniPipelineConfig.__name__, (OmniPipelineConfig,), {"model_type": name}) for name in MODEL_TYPES
 }
-"""transformers asks for a class of its own for each type; each reads an `OmniPipelineConfig`."""
+"""A config class per model type, because transformers requires distinct classes."""
 
 
 class OmniConfigParser(ConfigParserBase):
-    """`--config-format omni`: any checkpoint layout of any family this package knows (no `config.json` needed)."""
+    """Config parser of `--config-format omni`.
+
+    It accepts every checkpoint layout of the registered families; no `config.json` is needed.
+    """
 
     def parse(
         self,
@@ -105,7 +111,11 @@ class OmniConfigParser(ConfigParserBase):
 
 
 def read_checkpoint(path: Path) -> OmniPipelineConfig:
-    """Return the config that the directory's family reads. Raises ValueError in one line."""
+    """Return the config of a checkpoint directory, as the model family reads it.
+
+    Raises:
+        ValueError: The directory is not a valid checkpoint. The message is one line.
+    """
     check_files(path)
     family = detect_family(path)
     values: dict[str, Any] = {"omni_family": family.name, **family.hf_config(path)}
@@ -115,19 +125,22 @@ def read_checkpoint(path: Path) -> OmniPipelineConfig:
 
 
 class OmniModelConfig(VerifyAndUpdateConfig):
-    """Defaults and refusals for every architecture of this package, so that `vllm serve DIR` needs few flags."""
+    """Config hook of every architecture of this package.
+
+    It sets defaults, so that `vllm serve DIR` needs few flags, and refuses unsupported arguments.
+    """
 
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         model_config.skip_tokenizer_init = True
         stored = getattr(torch, str(model_config.hf_config.dtype).removeprefix("torch."))
         if model_config.dtype == torch.float16 and stored != torch.float16:
-            # `--dtype auto` makes fp16 of fp32 weights; that overflows in video transformers: keep the stored dtype.
+            # `--dtype auto` converts fp32 weights to fp16, which overflows in video transformers.
             model_config.dtype = stored
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
-        from vllm.platforms import current_platform  # looks for devices when imported
+        from vllm.platforms import current_platform  # the import probes for devices
 
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
@@ -168,11 +181,15 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         check_chunks_ahead(omni, stages=stages, has_worker=executor_cls is None, by_step=by_step)
         vllm_config.cache_config.enable_prefix_caching = False
         if vllm_config.model_config.multimodal_config is not None:
-            vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0  # no camera path ever comes twice
+            # A camera path never repeats, so the processor cache would not have a hit.
+            vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
 
 
 class LanguageModelConfig(VerifyAndUpdateConfig):
-    """For stock architectures that have no hook yet: acts only if `--worker-cls` names a worker of this package."""
+    """Config hook of stock architectures that have none.
+
+    It acts only if `--worker-cls` names a worker of this package.
+    """
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -183,15 +200,18 @@ class LanguageModelConfig(VerifyAndUpdateConfig):
 
 
 def world_card(hf_config: PreTrainedConfig) -> WorldCard | None:
-    """The card that the config parser found beside the checkpoint."""
+    """Return the world description that the config parser found in the checkpoint, if any."""
     values = hf_config.to_dict().get(CONFIG_KEY)
     return None if values is None else msgspec.convert(values, WorldCard)
 
 
 def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
-    """Give the checkpoint to the family whose executor the user names; the config parser could not know of it.
+    """Assign the checkpoint to the family whose executor the user has requested.
 
-    Raises ValueError when that family does not take the directory.
+    The config parser cannot do this, because it does not receive the executor.
+
+    Raises:
+        ValueError: The family does not support the checkpoint directory.
     """
     if all(get_family(name).executor_cls != backend for name in family_names()) or backend is None:
         return
@@ -201,17 +221,30 @@ def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
 
 
 def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
-    """Give a family without workers its executor; raises ValueError for a backend that needs workers."""
+    """Select the executor of a family that has no workers.
+
+    Raises:
+        ValueError: The user has requested a backend that requires workers.
+    """
     backend = parallel.distributed_executor_backend
     check_backend(backend, executor_cls)
-    if backend in (None, "uni", "mp"):  # vLLM's own choices for one process
+    if backend in (None, "uni", "mp"):  # vLLM's defaults for one process
         parallel.distributed_executor_backend = executor_cls
 
 
 def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: bool) -> None:
-    """Settle which of vLLM's methods the transformers' layers take; raises ValueError with the reason for none.
+    """Determine the quantization method of the transformer's layers.
 
-    `fp8` of a plain checkpoint means `fp8_per_channel`; in vLLM it names a stored format. cpu: whether a CPU computes.
+    For a checkpoint that is not stored quantized, `fp8` selects `fp8_per_channel`, because vLLM's
+    `fp8` names a stored format.
+
+    Args:
+        model_config: Updated in place.
+        omni: Options of this package.
+        cpu: Whether the model runs on a CPU.
+
+    Raises:
+        ValueError: The combination is not supported; the message gives the reason.
     """
     stored = getattr(model_config.hf_config, "quantization_config", None)
     has_config = model_config.quantization_config is not None
@@ -224,23 +257,28 @@ def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: 
 
 
 def use_quantization_kernel(custom_ops: list[str]) -> None:
-    """Let vLLM's linear layers quantize their inputs by its CUDA kernel, unless the user has said otherwise.
+    """Select vLLM's CUDA kernel for quantizing the inputs of linear layers by default.
 
-    custom_ops: of the compilation config, changed in place. Where models are compiled as a whole, vLLM's default is the
-    plain version, to be fused with its neighbours. Ours compile chains between layers: it would be a slower kernel of
-    its own.
+    vLLM's default is the PyTorch implementation where models are compiled as a whole, because
+    Inductor then fuses it with neighbouring ops. This package compiles only the pointwise ops
+    between layers, so quantization would become a separate, slower kernel.
+
+    Args:
+        custom_ops: `custom_ops` of the compilation config. Updated in place, unless the user has
+            chosen an implementation.
     """
     if not {"+quant_fp8", "-quant_fp8"} & set(custom_ops):
         custom_ops.append("+quant_fp8")
 
 
 def stay_in_process(parallel: "ParallelConfig") -> None:
-    """On a CPU, let the only rank compute in the engine's own process, unless the user has said where it runs.
+    """Run a single CPU rank in the engine's own process, unless the user has chosen otherwise.
 
-    vLLM would start a worker process and keep a core back for the engine's, which polls while it waits: with two cores
-    that is half of the machine. How many threads there are then is up to `DiffusionCPUWorker`.
+    By default vLLM would start a worker process and reserve a core for the engine process, which
+    polls while it waits. On two cores that is half of the machine. `DiffusionCPUWorker` sets the
+    number of threads.
     """
-    from vllm.platforms import current_platform  # looks for devices when imported
+    from vllm.platforms import current_platform  # the import probes for devices
 
     alone = parallel.world_size == 1 and parallel.data_parallel_size == 1
     unnamed = parallel.distributed_executor_backend in (None, "uni") and THREADS_BIND not in os.environ
@@ -249,19 +287,24 @@ def stay_in_process(parallel: "ParallelConfig") -> None:
 
 
 def let_threads_sleep() -> None:
-    """Let OpenMP's threads sleep soon when they wait for each other, unless the user has said how they wait.
+    """Shorten the time that waiting OpenMP threads spin, unless the user has set a wait policy.
 
-    They would look for 10 ms, which uses up their share of a core that another program wants, too; a thread without a
-    share is interrupted within the next small product, and the others wait. With one busy program of low priority on
-    one of two cores a tiny chunk took 27 times as long, with this 1.7 times (`benchmarks/served_attacks.py --attack
-    program`). Processes that start later heed it: libgomp reads its variables once.
+    By default they spin for 10 ms. That uses up their share of a core on which another program
+    runs; a thread without a share is preempted within the next small matmul, and all others wait
+    for it. Even one busy low-priority program then slows small models down by an order of magnitude
+    (`benchmarks/served_attacks.py --attack program`). The variable applies to processes that start
+    later, because libgomp reads its variables once.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(SPIN_COUNT, SPINS)
 
 
 def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniConfig:
-    """Parse and check everything a user set; raises ValueError naming the key. Returns the parsed `OmniConfig`."""
+    """Parse and check the options of this package.
+
+    Raises:
+        ValueError: An option is invalid; the message names it.
+    """
     omni = OmniConfig.from_additional_config(additional_config)
     family = get_family(hf_config.omni_family)
     if family.check_options is not None:
@@ -270,14 +313,14 @@ def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniCo
 
 
 def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:
-    """Whether the configured scheduler runs one denoise step per engine step (ours) or whole chunks (stock)."""
+    """Whether the scheduler runs one denoise step per engine step. Stock schedulers run chunks."""
     from vllm_omni.core.sched import StreamBatchScheduler
 
     return issubclass(vllm_config.scheduler_config.get_scheduler_cls(), StreamBatchScheduler)
 
 
 def register_with_vllm() -> None:
-    quiet_start()  # before vLLM looks at the environment, which is soon after it has called this
+    quiet_start()  # must precede vLLM's first read of the environment, shortly after this call
     wait_for_output_threads_at_exit()
     hint_at_exit()
     for architecture, qualname in ARCHITECTURES.items():

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saved state of one rank's session as its model reads it: tensors by name, and scalars.
+"""Saved state of one rank of a session: named tensors, and scalars.
 
-`OpenSnapshot.rank` (`sessions/snapshot.py`) makes a `SavedTensors` of a checked file, and a session's `restore`
-(`model_executor/interfaces.py`) takes its tensors from it. This file lies below both: it knows neither the snapshot's
-header nor a model.
-Held by tests/worker/test_snapshots.py and test_snapshot_refusals.py.
+`OpenSnapshot.rank` (`sessions/snapshot.py`) creates a `SavedTensors` from a validated file, and a
+session's `restore` (`model_executor/interfaces.py`) reads its tensors from it. This module depends
+neither on the snapshot's header nor on a model.
 """
 
 import operator
@@ -30,36 +29,40 @@ DTYPE_NAMES: Final = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-"""dtype -> its name in safetensors, of those that a session may hold."""
+"""safetensors names of the dtypes that a session may hold."""
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DTYPE_BYTES: Final = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
-"""Bytes of a number, by that name."""
+"""Element size in bytes by that name."""
 CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Number of dimensions -> the memory layout that is restored as it was saved."""
+"""Memory formats that are restored as they were saved, by number of dimensions."""
 
 ChunkIndex = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-"""The number of the chunk that a saved session goes on with."""
+"""Index of the next chunk of a saved session."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """An entry of a snapshot's table. data_offsets: begin and end, in bytes behind the table.
+    """Table entry of one tensor in a snapshot.
 
-    `OpenSnapshot` accepts no tensor with the defaults; they let the metadata, which has no such fields, stand among
-    the tensors while the table is decoded.
+    The defaults exist only because the `__metadata__` entry of the table has none of these fields
+    and is decoded as the same type. `OpenSnapshot` rejects tensors with the defaults.
     """
 
     dtype: str = ""
+    """safetensors name of the dtype."""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    """Shape of the tensor."""
     data_offsets: tuple[int, int] = (-1, -1)
+    """Start and end of the data, in bytes after the table."""
 
 
 class SavedTensors:
-    """One rank's tensors of an open snapshot, to be taken one by one; tensors left over are an error.
+    """Tensors of one rank in an open snapshot. The caller consumes them one by one.
 
-    Made by `OpenSnapshot.rank`. A tensor is checked when it is asked for; bytes are read together by `read` and
-    `finish`, until when a new tensor holds nothing. Nothing refers to the file afterwards.
+    `OpenSnapshot.rank` creates it. A tensor is validated when it is requested. `read` and `finish`
+    read the data of all requested tensors together; until then, new tensors are uninitialized.
+    Afterwards the object no longer needs the file. Tensors that were not consumed are an error.
     """
 
     def __init__(
@@ -76,29 +79,39 @@ class SavedTensors:
         self._pending: list[Place] = [] if pending is None else pending
 
     def under(self, prefix: str) -> "SavedTensors":
-        """The tensors whose names begin with `prefix`, by the rest of their names."""
+        """Return a view of the tensors whose names start with `prefix`, with the prefix removed."""
         whole = self._prefix + prefix
         return SavedTensors(self._file, self._start, self._left, self._channels_last, whole, self._pending)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Names not yet taken that begin with `prefix`, sorted."""
+        """Return the sorted names of the remaining tensors that start with `prefix`."""
         whole, length = self._prefix + prefix, len(self._prefix)
         return sorted(name[length:] for name in self._left if name.startswith(whole))
 
     def shape(self, name: str) -> list[int] | None:
-        """The shape a tensor was saved in; None if it is not there."""
+        """Return the saved shape of a tensor, or None if it does not exist."""
         stored = self._left.get(self._prefix + name)
         return None if stored is None else stored.shape
 
     def fill(self, places: Mapping[str, torch.Tensor]) -> None:
-        """Have the tensor of each name read into its place. Raises `RequestFailed("invalid_snapshot")`."""
+        """Request existing tensors to be filled.
+
+        Args:
+            places: Target tensors by name of the saved tensor.
+
+        Raises:
+            RequestFailed: `invalid_snapshot`: a tensor is missing or has another shape or dtype.
+        """
         for name, place in places.items():
             self._pending.append((self._claim(name, place.dtype, list(place.shape)), place))
 
     def take(self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return a new tensor on `device`, in the memory layout it was saved in, to be filled by `read`.
+        """Request a new tensor on `device`, in the memory format it was saved in.
 
-        Raises `RequestFailed("invalid_snapshot")` if the saved tensor has another shape or dtype.
+        `read` fills it.
+
+        Raises:
+            RequestFailed: `invalid_snapshot`: the tensor is missing or has another shape or dtype.
         """
         position = self._claim(name, dtype, list(shape))
         memory_format = torch.contiguous_format
@@ -109,23 +122,32 @@ class SavedTensors:
         return tensor
 
     def leave(self, prefix: str) -> None:
-        """Do without the tensors whose names begin with `prefix`."""
+        """Skip the tensors whose names start with `prefix`."""
         for name in self.names(prefix):
             del self._left[self._prefix + name]
 
     def read(self) -> None:
-        """Fill all tensors requested by `fill` and `take`. Raises OSError and EOFError."""
+        """Fill all tensors requested by `fill` and `take`.
+
+        Raises:
+            OSError: Reading failed.
+            EOFError: The file is too short.
+        """
         read_at(self._file, sorted(self._pending, key=operator.itemgetter(0)))
         self._pending.clear()
 
     def finish(self) -> None:
-        """Read, or raise `RequestFailed("invalid_snapshot")` if some tensor belongs to nothing."""
+        """Read all requested tensors and check that none is left over.
+
+        Raises:
+            RequestFailed: `invalid_snapshot`: the snapshot has tensors that were not consumed.
+        """
         if self._left:
             raise RequestFailed("invalid_snapshot", f"the snapshot holds unknown tensors {self.names()[:3]}")
         self.read()
 
     def _claim(self, name: str, dtype: torch.dtype, shape: list[int]) -> int:
-        """Check a tensor's dtype and shape, take it off the list and return its position in the file, in bytes."""
+        """Validate a tensor, mark it as consumed and return its position in the file in bytes."""
         stored = self._left.pop(self._prefix + name, None)
         if stored is None:
             raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {self._prefix}{name}")
@@ -139,7 +161,11 @@ class SavedTensors:
 
 
 def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
-    """Convert a rank's scalars strictly. Raises `RequestFailed("invalid_snapshot")` naming the field."""
+    """Convert the scalars of a rank to the Struct `kind`, strictly.
+
+    Raises:
+        RequestFailed: `invalid_snapshot`; the message names the field.
+    """
     try:
         return msgspec.convert(dict(scalars), kind)
     except msgspec.ValidationError as error:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of tensors to and from places in a file, each byte copied once on the host.
+"""Transfer of tensor data to and from positions in a file, with one copy on the host.
 
-Host tensors go straight between where they lie and the file, many in one call of the kernel; strided ones (frames of a
-K/V window) row by row in the same call. Device tensors pass through two page-locked buffers, small ones together: while
-one buffer is on its way between device and host, the other is between host and file. A file holds a tensor's elements
-in logical order, whatever its layout in memory. Knows no format: callers say where.
-Held by tests/test_tensor_bytes.py.
+Host tensors are transferred directly between their memory and the file, many per system call.
+Strided tensors (frames of a K/V window) are transferred row by row in the same call. Device tensors
+pass through two page-locked staging buffers, small tensors together: while one buffer is copied
+between device and host, the other is written or read. A file holds the elements of a tensor in
+logical order, whatever its memory layout. Callers define the file format.
 """
 
 import os
@@ -16,18 +16,22 @@ from typing import Any, Final
 
 import torch
 
-_MAX_VECTORS: Final = 1024  # the kernel's limit of one pwritev or preadv
+_MAX_VECTORS: Final = 1024  # the kernel's limit for one pwritev or preadv
 _STAGING_BYTES: Final = 64 << 20
 _NUMPY_KNOWS: Final = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 Place = tuple[int, torch.Tensor]
-"""A position in a file, and the tensor whose bytes belong there."""
+"""Position in a file in bytes, and the tensor whose data is there."""
 Array = Any
-"""A contiguous numpy array that shares memory with a tensor, or a part of one's bytes."""
+"""Contiguous NumPy array that shares memory with a tensor or with a part of it."""
 
 
 def write_at(descriptor: int, places: Iterable[Place]) -> None:
-    """Write each tensor's bytes at its position. Raises OSError."""
+    """Write the data of each tensor at its position.
+
+    Raises:
+        OSError: Writing failed.
+    """
     host, device = _sorted_out(places)
     for start, arrays in _runs(host):
         _write(descriptor, start, arrays)
@@ -36,7 +40,12 @@ def write_at(descriptor: int, places: Iterable[Place]) -> None:
 
 
 def read_at(descriptor: int, places: Iterable[Place]) -> None:
-    """Fill each tensor with the bytes at its position. Raises OSError, and EOFError if the file ends before."""
+    """Fill each tensor with the data at its position.
+
+    Raises:
+        OSError: Reading failed.
+        EOFError: The file is too short.
+    """
     host, device = _sorted_out(places)
     turned: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start, arrays in _runs(host, turned):
@@ -48,7 +57,7 @@ def read_at(descriptor: int, places: Iterable[Place]) -> None:
 
 
 def _sorted_out(places: Iterable[Place]) -> tuple[list[Place], list[Place]]:
-    """Host tensors and those that pass through staging buffers; empty ones nowhere."""
+    """Split into host tensors and tensors that need staging; empty tensors are dropped."""
     host: list[Place] = []
     staged: list[Place] = []
     for place in places:
@@ -61,14 +70,18 @@ def _passes_staging(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-# -- host memory -----------------------------------------------------------------------------------------------------
+# -- host memory -----------------------------------------------------------------------------------
 
 
 def _runs(
     places: Iterable[Place], turned: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 ) -> Iterator[tuple[int, list[Array]]]:
-    """Yield (start, arrays that follow each other in the file). turned: where a tensor that lies in small pieces is
-    noted with the contiguous one that stands in for it (to be filled); None = the stand-in is a copy.
+    """Yield (start, arrays) for each range of arrays that are adjacent in the file.
+
+    Args:
+        places: Positions and tensors, in the order of the file.
+        turned: For reading: receives each tensor whose rows are not contiguous, with the contiguous
+            buffer that is filled instead. None for writing: the buffer is a copy of the tensor.
     """
     arrays: list[Array] = []
     start = end = 0
@@ -92,7 +105,7 @@ def _runs(
 
 
 def _arrays(tensor: torch.Tensor) -> list[Array] | None:
-    """The memory of a host tensor in logical order, None if it lies in smaller pieces than rows."""
+    """Return the memory of a host tensor in logical order; None if its rows are not contiguous."""
     if tensor.is_contiguous():
         return [_numpy(tensor)]
     rows = _rows(tensor)
@@ -100,11 +113,11 @@ def _arrays(tensor: torch.Tensor) -> list[Array] | None:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor with its first two dimensions made one, if everything behind them is contiguous."""
+    """Merge the first two dimensions if all others are contiguous; None if that requires a copy."""
     if tensor.dim() <= 2 or not tensor[0, 0].is_contiguous():
         return None
     rows = tensor.flatten(0, 1)
-    return rows if rows.data_ptr() == tensor.data_ptr() else None  # else they do not follow each other evenly: a copy
+    return rows if rows.data_ptr() == tensor.data_ptr() else None  # uneven strides: flatten copied
 
 
 def _numpy(tensor: torch.Tensor) -> Array:
@@ -112,17 +125,19 @@ def _numpy(tensor: torch.Tensor) -> Array:
     return (tensor if known is None else tensor.view(known)).numpy()
 
 
-# -- device memory ---------------------------------------------------------------------------------------------------
+# -- device memory ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Load:
-    """One staging buffer's content: bytes that follow each other in the file."""
+    """Content of a staging buffer: one contiguous range of the file."""
 
     position: int
+    """Start of the range in the file, in bytes."""
     nbytes: int
+    """Length of the range in bytes."""
     pieces: list[tuple[int, torch.Tensor]]
-    """Where in the buffer, and uint8 views of device memory."""
+    """Offsets in the buffer, and uint8 views of device memory."""
 
 
 def _write_staged(descriptor: int, places: Sequence[Place]) -> None:
@@ -130,7 +145,7 @@ def _write_staged(descriptor: int, places: Sequence[Place]) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as file:
         writing: Future[None] | None = None
         for number, load in enumerate(_loads(places, len(buffers[0]))):
-            buffer = buffers[number % 2]  # its last write has ended: only the other buffer's may be going on
+            buffer = buffers[number % 2]  # not being written: only the other buffer's write may run
             for offset, piece in load.pieces:
                 buffer[offset : offset + len(piece)].copy_(piece, non_blocking=True)
             _wait_for_device()
@@ -142,7 +157,11 @@ def _write_staged(descriptor: int, places: Sequence[Place]) -> None:
 
 
 def _read_to_device(descriptor: int, places: Iterable[Place]) -> None:
-    """Tensors in small pieces are read into a contiguous one beside them, a staging buffer's worth at a time."""
+    """Read tensors of device memory.
+
+    A tensor whose rows are not contiguous is read into a contiguous temporary tensor first. Memory
+    is bounded by copying these back whenever they fill a staging buffer.
+    """
     ready: list[Place] = []
     turned: list[tuple[torch.Tensor, torch.Tensor]] = []
     for position, target in places:
@@ -178,7 +197,7 @@ def _read_staged(descriptor: int, places: Sequence[Place]) -> None:
         for number, load in enumerate(loads):
             reading.result()
             if number + 1 < len(loads):
-                reading = read(number + 1)  # into the buffer whose copies ended below
+                reading = read(number + 1)  # the copies from this buffer have ended
             buffer = buffers[number % 2]
             for offset, piece in load.pieces:
                 piece.copy_(buffer[offset : offset + len(piece)], non_blocking=True)
@@ -198,7 +217,10 @@ def _wait_for_device() -> None:
 
 
 def _loads(places: Iterable[Place], most: int) -> Iterator[_Load]:
-    """Cut tensors into loads of at most `most` bytes; a tensor in small pieces is made contiguous when it is due."""
+    """Split tensors into loads of at most `most` bytes.
+
+    A tensor whose rows are not contiguous is made contiguous when its turn comes.
+    """
     start = filled = 0
     pieces: list[tuple[int, torch.Tensor]] = []
     for position, tensor in places:
@@ -229,7 +251,7 @@ def _byte_views(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.view(-1).view(torch.uint8)]
 
 
-# -- the file --------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def _write(descriptor: int, position: int, arrays: Sequence[Array]) -> None:
@@ -253,7 +275,7 @@ def _move(call: Callable[[int, Any, int], int], descriptor: int, position: int, 
 def _finish(
     call: Callable[[int, Any, int], int], descriptor: int, position: int, arrays: Sequence[Array], done: int
 ) -> None:
-    """Go on with a call that moved `done` bytes only."""
+    """Continue a system call that transferred only `done` bytes."""
     left = [memoryview(array).cast("B") for array in arrays]
     while True:
         if done == 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trace does this work belong to: W3C headers carried by a context variable, and spans of stages below it.
+"""Trace context of the current task: W3C trace headers in a context variable, and child spans.
 
-`entrypoints/tracing.py` makes the spans and switches them on for its process (`use`); until then every span here is
-none. Knows no OpenTelemetry and no vLLM. Held by tests/entrypoints/test_tracing.py.
+`entrypoints/tracing.py` creates the spans and enables them for its process with `use`. Until then,
+all spans are no-ops. This module imports neither OpenTelemetry nor vLLM.
 """
 
 import contextvars
@@ -13,15 +13,13 @@ _headers: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.Context
 
 
 class Span:
-    """An open span, begun below this task's trace. This class is none.
-
-    headers: trace headers that name it as the parent of other spans; None = those spans keep their parent.
-    """
+    """An open span, a child of the current trace. This base class does nothing."""
 
     headers: Mapping[str, str] | None = None
+    """Trace headers that make this span the parent of others. None: others keep their parent."""
 
     def end(self, failed: bool = False) -> None:
-        """The work is over; idempotent."""
+        """End the span. Idempotent."""
 
 
 NO_SPAN: Final = Span()
@@ -29,7 +27,7 @@ _begin: list[Callable[[str], Span]] = [lambda name: NO_SPAN]
 
 
 def set_parent(headers: Mapping[str, str] | None) -> contextvars.Token[Mapping[str, str] | None]:
-    """Name the trace that this task's work belongs to; None = none."""
+    """Set the trace headers of the current task; None means no trace."""
     return _headers.set(headers)
 
 
@@ -38,15 +36,15 @@ def reset_parent(token: contextvars.Token[Mapping[str, str] | None]) -> None:
 
 
 def headers() -> Mapping[str, str] | None:
-    """The trace of this task's work."""
+    """Return the trace headers of the current task."""
     return _headers.get()
 
 
 def begin(name: str) -> Span:
-    """Begin a span below this task's trace; whoever begins it ends it."""
+    """Start a child span of the current trace. The caller must end it."""
     return _begin[0](name)
 
 
 def use(begin: Callable[[str], Span]) -> None:
-    """Have `begin` make the spans of this process from now on."""
+    """Create all further spans of this process with `begin`."""
     _begin[0] = begin

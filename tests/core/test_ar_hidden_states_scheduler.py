@@ -345,7 +345,7 @@ def test_too_many_bytes_end_that_request_only(harness_for: Any) -> None:
     assert reason == FinishReason.ERROR and failed is not None and failed.code == "too_large"
     assert failed.message == (
         "416 bytes of hidden states at token 26 exceed the limit of 400 bytes per request "
-        "(omni.max_hidden_states_bytes): ask for fewer layers, for `generated` or `last` rows, or for fewer tokens"
+        "(omni.max_hidden_states_bytes): request fewer layers, `generated` or `last` hidden states, or fewer tokens"
     )
     assert harness.finished["last"] == harness.finished["plain"] == (FinishReason.LENGTH, None)
     assert len(harness.text["plain"]) == 20 and len(harness.text["big"]) == 7

@@ -332,8 +332,8 @@ def test_the_end_is_predicted_from_everybody_ahead() -> None:
 def test_a_refusal_names_the_numbers() -> None:
     """What the stream would take, what the others take, what there is, and what to do."""
     assert refuses([Demand(0.5, 0.1), Demand(1.0, 0.25)], Demand(0.75, 0.6)) == (
-        "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and together at most 95% "
-        "can be held: ask for fewer frames a second or try again later"
+        "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and at most 95% "
+        "can be used: request a lower frame rate or try again later"
     )
     assert refuses([], Demand(1.0, MAX_UTILISATION)) is None, "exactly all that may be held"
     assert refuses([Demand(1.0, 0.9)], Demand(1.0, 0.05 + 1e-6)) is not None

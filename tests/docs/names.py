@@ -6,6 +6,7 @@ A name counts as existing where code defines or uses it, or holds it as a string
 
 import ast
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -26,9 +27,10 @@ def quoted(text: str) -> list[str]:
 
 
 def docstrings(tree: ast.Module) -> str:
-    """All of a module."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+    """Return all docstrings of a module, including those of fields and constants."""
+    found = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    texts = (node.value for node in found if isinstance(node, ast.Constant))
+    return "\n\n".join(inspect.cleandoc(text) for text in texts if isinstance(text, str))
 
 
 def missing(names: list[str], beside: Path, private: frozenset[str] = frozenset()) -> list[str]:

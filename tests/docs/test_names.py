@@ -34,6 +34,8 @@ ELSEWHERE = {
     "torchvision/extension.py": "of torchvision",
     "models/qwen2_5_omni/modeling_qwen2_5_omni.py": "of transformers",
     "MediaSource.addSourceBuffer": "of browsers",
+    "sun_path": "a field of a C struct",
+    "positive_magic": "a variable of the Qwen-Image code",
     "Esc": "a key",
     "terminationGracePeriodSeconds": "of Kubernetes",
     "ticket.XXX": "an example",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options page lists what the classes read, says what each option does, and does not grow by accident."""
+"""The options page lists every option with its effect, and does not grow by accident."""
 
 from typing import Annotated, Literal
 
@@ -30,19 +30,20 @@ def test_an_option_without_a_text_is_an_error() -> None:
         """Some.
 
         named, other: both do it; `hidden` too.
-        bounded (in metres): within bounds. None = anywhere.
         """
 
         named: bool = False
         other: Literal["a", "b"] = "a"
         hidden: int | None = None
         bounded: Annotated[float, msgspec.Meta(gt=0, le=2000)] | None = None
+        """Bound in metres.
+        Default: none."""
 
     assert script.rows(Options) == [
         ("named", "false", "true or false", "both do it; `hidden` too."),
         ("other", "`a`", "`a`, `b`", "both do it; `hidden` too."),
         ("hidden", "none", "integer or none", "see `other`"),
-        ("bounded", "none", "number > 0, <= 2,000 or none", "within bounds. None = anywhere."),
+        ("bounded", "none", "number > 0, <= 2,000 or none", "Bound in metres. Default: none."),
     ]
 
     class Silent(msgspec.Struct):

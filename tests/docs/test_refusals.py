@@ -289,7 +289,7 @@ HELD_BY = {
     "live sessions; one more is refused with `capacity`": (
         "tests/entrypoints/realtime/test_world_camera_sessions.py::test_capacity_is_said_at_once_and_comes_back"
     ),
-    "live sessions kept; one more is refused with `capacity`": (
+    "Further sessions are refused with `capacity`": (
         "tests/entrypoints/realtime/test_world_camera_sessions.py::test_capacity_is_said_at_once_and_comes_back"
     ),
     "image calls and video jobs: `completed`, `failed`, `cancelled`, `refused`": (
@@ -304,7 +304,7 @@ HELD_BY = {
     "(together at most 95 % of the engine's time) is refused": (
         "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
     ),
-    "a stream that cannot be held is refused with `capacity`": (
+    "A stream whose rate cannot be sustained is refused with `capacity`": (
         "tests/engine/test_deadline_scheduling.py::test_a_stream_that_cannot_be_held_is_refused_and_says_why"
     ),
     "turns refusal on": "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused",
@@ -344,6 +344,10 @@ HELD_BY = {
     ),
     # checkpoints, language models
     "an unknown key or a value this code does not implement is an error": (
+        "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
+        "::test_what_the_code_does_not_implement_is_an_error"
+    ),
+    "Required for that control type, refused for others": (
         "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
         "::test_what_the_code_does_not_implement_is_an_error"
     ),

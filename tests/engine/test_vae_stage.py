@@ -111,7 +111,7 @@ def test_a_decoding_stage_equals_one_rank(null_engine: SharedEngine, null_world:
     [
         ({"vae_stage": True}, {}, "--pipeline-parallel-size 2 or more"),
         ({"vae_stage": True}, {"pipeline_parallel_size": 2, "scheduler_cls": STOCK_SCHEDULER}, "one denoise step per"),
-        ({"pipeline_partition": [1, 2, 1]}, {"pipeline_parallel_size": 2}, "names 3 stages, 2 hold layers"),
+        ({"pipeline_partition": [1, 2, 1]}, {"pipeline_parallel_size": 2}, "lists 3 stages, but 2 hold layers"),
         ({"pipeline_partition": [2, 2], "vae_stage": True}, {"pipeline_parallel_size": 2}, "1 hold layers"),
     ],
 )

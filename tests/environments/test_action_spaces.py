@@ -63,5 +63,5 @@ def test_a_model_without_actions_only_goes_on() -> None:
 
 @pytest.mark.parametrize("action", [{"buttons": np.zeros(2), "pedals": 1}, np.int64(0)])
 def test_an_action_of_another_shape_says_what_the_model_takes(action: Any) -> None:
-    with pytest.raises(ValueError, match=r"may hold \['axes', 'buttons', 'scroll'\].*takes buttons left, fire"):
+    with pytest.raises(ValueError, match=r"may contain \['axes', 'buttons', 'scroll'\].*takes buttons left, fire"):
         action_frame(GAME, action)

@@ -123,7 +123,7 @@ def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
 
 @pytest.mark.parametrize(
     ("count", "prompt", "message"),
-    [(9, "a village", "holds 6 sessions, 9 environments"), (2, ["a village"], "one of each of 2 environments; got 1")],
+    [(9, "a village", "holds 6 sessions, but 9 environments"), (2, ["a village"], r"one per environment \(2\); got 1")],
 )
 def test_what_does_not_fit_is_refused(count: int, prompt: str | list[str], message: str, llm: Any) -> None:
     with pytest.raises(ValueError, match=message):

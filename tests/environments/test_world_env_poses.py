@@ -103,7 +103,7 @@ def test_forks_and_replays_have_the_same_poses(env: WorldVectorEnv) -> None:
     ("options", "said"),
     [
         ({"start_pose": {"x_m": 1.0}}, "start_pose: Object missing required field `z_m`"),
-        ({"start_pose": [NORTH]}, "one of each of 2 environments; got 1"),
+        ({"start_pose": [NORTH]}, r"one per environment \(2\); got 1"),
         ({"pose": NORTH}, "unknown options: pose; known: reset_mask, start_pose"),
     ],
 )

@@ -124,7 +124,7 @@ def test_load_and_unload_while_serving(
 def test_malformed_selections_are_refused(make_runner: Callable[..., PipelineRunner], wanted: Any) -> None:
     """options.lora is a name, names, or names with numbers."""
     failure = run_to_end(make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted}))["a"]
-    assert failure.code == "invalid_request" and "map of names to strengths" in failure.message
+    assert failure.code == "invalid_request" and "object of names and strengths" in failure.message
 
 
 def test_files_that_are_no_adapter_are_refused(

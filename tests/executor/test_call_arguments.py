@@ -125,10 +125,10 @@ LATER_TENSORS = {"prompt_embeds": torch.zeros(4, 32), "prompt_embeds_mask": torc
         ("qwen_image", {"prompt": None}, "invalid_request", "a prompt or the tensor prompt_embeds"),
         ("qwen_image", {"width": 100, "height": 64}, "unsupported_size", "multiples of 16, for example 96x64"),
         ("qwen_image", {"width": 64}, "invalid_request", "both width and height"),
-        ("qwen_image", {"width": 4096, "height": 4096}, "unsupported_size", "more than the 4194304 pixels"),
+        ("qwen_image", {"width": 4096, "height": 4096}, "unsupported_size", "exceeds the limit of 4194304 pixels"),
         ("qwen_image", {"options": {"aspect_ratio": "5:4"}}, "invalid_request", "known: 1:1, 16:9"),
         ("sd3", {"options": {"aspect_ratio": "1:1"}}, "invalid_request", "has none; send width and height"),
-        ("qwen_image", {"num_frames": 5}, "invalid_request", "makes pictures"),
+        ("qwen_image", {"num_frames": 5}, "invalid_request", "generates images"),
         ("qwen_image", {"num_images": 9}, "invalid_request", "more than 8"),
         ("qwen_image", {"num_inference_steps": 201}, "invalid_request", "more than 200"),
         ("qwen_image", {"options": {"strength": 0.5}}, "invalid_request", "has no option 'strength'; it has"),
@@ -203,7 +203,7 @@ def test_corrupt_pictures_are_refused(facts: Callable[..., PipelineFacts], image
 
 def test_an_edit_without_its_picture_is_refused(facts: Callable[..., PipelineFacts]) -> None:
     """Also where the class gives the argument a default."""
-    assert "needs a picture" in refused(facts("qwen_image", "QwenImageImg2ImgPipeline")).message
+    assert "needs an image" in refused(facts("qwen_image", "QwenImageImg2ImgPipeline")).message
 
 
 def test_pictures_and_masks_under_the_doors_names(facts: Callable[..., PipelineFacts]) -> None:

@@ -169,7 +169,7 @@ def test_what_a_pipeline_does_not_have_is_refused_by_name(executor: Any) -> None
     with pytest.raises(NotImplementedError, match="sleep level 2"):
         executor.discard(("weights",))
     executor.sleeping_tags.clear()
-    with pytest.raises(ValueError, match="no iterator"):
+    with pytest.raises(ValueError, match="not an iterator"):
         executor.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(())})
 
 

@@ -17,7 +17,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
     """There is nothing to offload from."""
-    with pytest.raises(ValueError, match="needs an accelerator: on a CPU the weights are in host memory"):
+    with pytest.raises(ValueError, match="requires an accelerator: on a CPU the weights are already in host memory"):
         make_host(offload=offload)
 
 

@@ -63,5 +63,5 @@ def test_names_and_mask() -> None:
     tensors = prompt_embeds_tensors(states, drop_first=1, prefix="negative_")
     assert set(tensors) == {"negative_prompt_embeds", "negative_prompt_embeds_mask"}
     assert torch.equal(tensors["negative_prompt_embeds"], rows[1:])
-    with pytest.raises(ValueError, match="leaves nothing"):
+    with pytest.raises(ValueError, match="leaves none"):
         prompt_embeds_tensors(states, drop_first=3)

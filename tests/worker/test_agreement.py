@@ -13,7 +13,7 @@ from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 
-ELSEWHERE = ("engine_error", "another rank could not take this request")
+ELSEWHERE = ("engine_error", "another rank could not accept this request")
 OWN = RequestFailed("capacity", "full")
 
 

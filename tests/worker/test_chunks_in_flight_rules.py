@@ -13,7 +13,7 @@ from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 
 PREDECESSOR = (
     "predecessor_failed",
-    "a chunk before this one failed or was aborted while both were in flight; the session is as it was before that "
+    "an earlier chunk failed or was aborted while both were in flight; the session is as it was before that "
     "chunk: send both again",
 )
 

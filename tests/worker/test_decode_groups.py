@@ -122,7 +122,7 @@ def test_a_shared_decode_that_fails_leaves_the_others_of_its_step(caplog: pytest
     assert model.decoded == ["34"]
     assert [state.pending is None for state in chunks] == [True, True, True, False, False]
     (record,) = caplog.records
-    assert record.getMessage() == "a decode of 3 chunks failed; each is decoded alone"
+    assert record.getMessage() == "a shared decode of 3 chunks failed; decoding them separately"
     assert record.exc_info is not None
     assert str(record.exc_info[1]) == "no room for so many"
 

@@ -76,7 +76,7 @@ def test_a_cpu_worker_computes_with_all_cores_unless_it_was_told(
     with logged(cpu_worker.logger) as messages:
         worker.init_device()
     assert calls == ["ranks", ((config, 3), {"rank": 4}), *set_to, "device"]
-    assert messages == [f"this rank computes with {torch.get_num_threads()} threads"]
+    assert messages == [f"this rank uses {torch.get_num_threads()} CPU threads"]
     assert worker.model_runner == "runner"
     assert worker.cpu_threads() == {"threads": torch.get_num_threads(), "pid": os.getpid()}
 

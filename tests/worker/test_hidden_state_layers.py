@@ -85,7 +85,7 @@ def test_a_layer_the_model_does_not_have_is_named(vllm_config: VllmConfig, model
 
 
 def test_a_model_without_the_facility_is_named(vllm_config: VllmConfig) -> None:
-    with pytest.raises(ValueError, match="Linear returns its last layer only"):
+    with pytest.raises(ValueError, match="Linear returns only its last layer"):
         LayerTaps.install(with_layers(vllm_config, 1), nn.Linear(1, 1), drafter_reads_layers=False)
     with pytest.raises(ValueError, match=r"Linear .*omni\.hidden_state_layers.* pipeline parallelism"):
         prepare_stages(nn.Linear(1, 1))
@@ -105,5 +105,5 @@ class Sees(nn.Module, SupportsMultiModal):
 def test_a_multimodal_model_keeps_the_layers_of_its_language_model(vllm_config: VllmConfig, model: Any) -> None:
     taps = LayerTaps.install(with_layers(vllm_config, 1), Sees(model), drafter_reads_layers=False)
     assert taps.installed and model.model.aux_hidden_state_layers == (1,)
-    with pytest.raises(ValueError, match="Sees returns its last layer only"):
+    with pytest.raises(ValueError, match="Sees returns only its last layer"):
         LayerTaps.install(with_layers(vllm_config, 1), Sees(nn.Linear(1, 1)), drafter_reads_layers=False)

@@ -86,13 +86,13 @@ def test_a_rank_that_nobody_hears_ends_itself_and_wakes_the_one_that_waits(
     output = ranks.join(1, timeout_s=60)
     ended_s = time.monotonic()
     assert ranks.processes[1].exitcode == ENGINE_DIED
-    assert "rank 1 ends itself" in output
+    assert "rank 1 exits" in output
     assert "ValueError: injected failure" in output
     assert "raised" not in output
     ranks.wait_for(0, "raised", timeout_s=30)
     assert time.monotonic() - ended_s < seconds(5)
     ranks.stop.set()
-    assert "ends itself" not in ranks.join(0, timeout_s=30)
+    assert "exits, so that" not in ranks.join(0, timeout_s=30)
     assert ranks.processes[0].exitcode == 0
 
 

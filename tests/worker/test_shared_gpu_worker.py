@@ -60,7 +60,5 @@ def test_where_there_are_gpus_enough_nothing_is_shared(monkeypatch: pytest.Monke
 def test_several_engines_are_refused() -> None:
     worker: Any = object.__new__(SharedGPUWorker)
     worker.parallel_config = SimpleNamespace(data_parallel_size=2)
-    with pytest.raises(
-        ValueError, match=r"^SharedGPUWorker spreads the ranks of one engine: drop --data-parallel-size$"
-    ):
+    with pytest.raises(ValueError, match=r"^SharedGPUWorker supports one engine only: remove --data-parallel-size$"):
         worker.init_device()

@@ -91,7 +91,7 @@ def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapsho
     save_file({"weight": torch.zeros(3)}, tmp_path / "weights")
     failure = refusal(worker, tmp_path / "weights")
     assert failure.code == "invalid_snapshot"
-    assert "no snapshot of a session" in failure.message
+    assert "not a snapshot of a session" in failure.message
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,16 @@ def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapsho
         (lambda h, t: h.update(ranks=[]), "invalid_snapshot", "rank 0"),
         (lambda h, t: h.update(more=1), "invalid_snapshot", "more"),
         (lambda h, t: h.pop("opening"), "invalid_snapshot", "opening"),
-        (lambda h, t: h["opening"].update(op="close"), "invalid_snapshot", "the snapshot's opening holds ['op']"),
+        (
+            lambda h, t: h["opening"].update(op="close"),
+            "invalid_snapshot",
+            "the snapshot's first request has unknown fields ['op']",
+        ),
         (lambda h, t: h["opening"].update(height=4096, width=4096), "unsupported_size", "4096x4096"),
-        (lambda h, t: h["opening"].update(height=-1), "invalid_snapshot", "the snapshot's opening: "),
+        (lambda h, t: h["opening"].update(height=-1), "invalid_snapshot", "the snapshot's first request: "),
         (lambda h, t: h["opening"].update(height=16), "invalid_snapshot", "memory"),
         (lambda h, t: h.update(chunk_index=0), "invalid_snapshot", "chunk_index"),
-        (lambda h, t: h.update(chunk_index=7), "invalid_snapshot", "the snapshot's parts are of different chunks"),
+        (lambda h, t: h.update(chunk_index=7), "invalid_snapshot", "the snapshot's parts belong to different chunks"),
         (lambda h, t: h["ranks"][0]["scalars"].update(chunk_index="2"), "invalid_snapshot", "chunk_index"),
         (lambda h, t: h["ranks"][0]["scalars"].update(extra=1), "invalid_snapshot", "extra"),
         (lambda h, t: t.update({"rank0.more": torch.zeros(1)}), "invalid_snapshot", "unknown tensors ['more']"),

@@ -182,7 +182,7 @@ def test_a_request_that_the_first_stage_refuses_is_refused_by_the_last(
     monkeypatch.setattr(stages.first.model, "prepare_encode", refuse)
     results = stages.run(chunk("b", "b", 0), chunk("a", "a", 0))
     assert isinstance(results["b"], RequestFailed)
-    assert results["b"].message == "another rank could not take this request"
+    assert results["b"].message == "another rank could not accept this request"
     assert results["a"][0]["chunk_index"] == 0
     for runner in (stages.first, stages.last):
         assert "b" not in runner.sessions

@@ -179,7 +179,7 @@ def test_a_chunk_behind_one_that_is_lost_is_lost_too(pair: Pair) -> None:
     (ours, theirs), (_, behind) = pair.admit("r1", 1, options={"fail_in": "decode"}), pair.admit("r2", 2)
     for _ in range(STEPS):
         pair.step(ours, theirs)
-    assert theirs.failure.code == "engine_error" and "cannot go on" in theirs.failure.message
+    assert theirs.failure.code == "engine_error" and "cannot continue" in theirs.failure.message
     assert behind.failure.code == "session_lost"
 
 
@@ -342,7 +342,7 @@ def test_a_chunk_that_is_made_elsewhere_but_never_began_here_is_lost(pair: Pair,
     for _ in range(STEPS):
         assert pair.step(ours, theirs) == []
     assert ours.chunk.session.chunk_index == 1 and "s" not in pair.vae.sessions
-    assert theirs.failure.code == code and "cannot go on" in theirs.failure.message
+    assert theirs.failure.code == code and "cannot continue" in theirs.failure.message
 
 
 def share_decode(pair: Pair, others_fine: bool) -> None:

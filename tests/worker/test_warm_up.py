@@ -210,8 +210,8 @@ def test_layers_move_so_that_the_slowest_stage_is_as_fast_as_can_be(
     moved = [([1, 3], 0, (5, 5), partition, "stages")] if partition != [5, 5] else []
     assert pipeline.moves == moved
     (message,) = messages
-    assert message.startswith("pipeline stages cost [StageCost(")
-    assert message.endswith(f")]: {partition} layers each")
+    assert message.startswith("costs of the pipeline stages: [StageCost(")
+    assert message.endswith(f")]; layers of each stage: {partition}")
 
 
 def test_memory_of_layers_that_went_away_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

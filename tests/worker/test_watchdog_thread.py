@@ -120,7 +120,7 @@ def test_silent_ranks_of_other_machines_are_named_and_left_alone(
     assert time.monotonic() - began_s > 0.5
     pid = process.pid
     assert caplog.messages == [
-        f"rank {RANK} ends itself, so that the engine is reported dead: nothing was heard of rank 1 (process {pid}), "
+        f"rank {RANK} exits, so that the engine is reported dead: no datagram arrived from rank 1 (process {pid}), "
         f"2 (process {pid}) for 0.5 s"
     ]
     assert process.poll() is None
@@ -140,7 +140,7 @@ def test_a_rank_that_has_ended_before_the_first_beat_is_silent(
 ) -> None:
     watch(Peer(1, NO_PROCESS, HERE, bound().getsockname()), timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
-    assert f"nothing was heard of rank 1 (process {NO_PROCESS}) for 0.5 s" in caplog.text
+    assert f"no datagram arrived from rank 1 (process {NO_PROCESS}) for 0.5 s" in caplog.text
 
 
 def test_a_rank_outlives_another_for_some_beats_only(
@@ -194,7 +194,7 @@ def test_only_datagrams_with_the_token_count(
             sender.sendto(datagram, dog.listen.getsockname() if dog.listen.fileno() >= 0 else address)
         time.sleep(BEAT_S)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
-    assert f"nothing was heard of rank 2 (process {NO_PROCESS}) for 1 s" in caplog.text
+    assert f"no datagram arrived from rank 2 (process {NO_PROCESS}) for 1 s" in caplog.text
 
 
 def test_a_rank_that_is_heard_is_alive(watch: Callable[..., Watchdog], exits: "queue.Queue[int]") -> None:
@@ -235,7 +235,7 @@ def test_a_rank_that_ends_itself_logs_the_error(exits: "queue.Queue[int]", caplo
         end_rank(3, "its work failed", error)
     assert exits.get_nowait() == ENGINE_DIED
     (record,) = caplog.records
-    assert record.getMessage() == "rank 3 ends itself, so that the engine is reported dead: its work failed"
+    assert record.getMessage() == "rank 3 exits, so that the engine is reported dead: its work failed"
     assert record.exc_info is not None
     assert record.exc_info[1] is error
 

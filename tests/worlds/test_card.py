@@ -80,7 +80,7 @@ def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
     assert found.untrained_size(160, 96) is None
     text = found.untrained_size(96, 160)
     assert text is not None
-    assert "96x160 was asked for" in text
+    assert "96x160 was requested" in text
     assert "trained at 80x48 or 160x96" in text
 
 
@@ -99,14 +99,14 @@ def test_clients_are_told_what_concerns_them(tmp_path: Path) -> None:
         ({"sizes": []}, r"\$\.sizes"),
         ({"sizes": [[80, 8]]}, r"\$\.sizes"),
         ({"surprise": 1}, "surprise"),
-        ({"prompts": []}, "no prompt is named 'day'; there are: none"),
+        ({"prompts": []}, "no prompt is named 'day'; available: none"),
         ({"starts": []}, r"tour\.start must be the file of one of `starts`"),
         ({"starts": [{**CARD["starts"][0], "file": "../../etc/a.png"}]}, r"\$\.starts\[0\]\.file"),
         ({"starts": [{**CARD["starts"][0], "file": "start/a.svg"}]}, r"\$\.starts\[0\]\.file"),
         ({"map": {"file": "/map.png", "side_m": 30}}, r"\$\.map\.file"),
         ({"map": {"file": "gone.png", "side_m": 30}}, r"gone\.png is not there"),
-        ({"tour": {**CARD["tour"], "prompts": [[1, "day"]]}}, r"tour\.prompts must begin at latent frame 0"),
-        ({"tour": {**CARD["tour"], "prompts": [[0, "dusk"]]}}, "no prompt is named 'dusk'; there are: day, snow"),
+        ({"tour": {**CARD["tour"], "prompts": [[1, "day"]]}}, r"tour\.prompts must start at latent frame 0"),
+        ({"tour": {**CARD["tour"], "prompts": [[0, "dusk"]]}}, "no prompt is named 'dusk'; available: day, snow"),
     ],
 )
 def test_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:

@@ -101,7 +101,7 @@ def test_a_size_it_was_not_trained_for_is_warned_of(written: Path, caplog: pytes
         ).create_engine_config()
     finally:
         logging.getLogger("vllm").removeHandler(caplog.handler)
-    assert "192x96 was asked for, this world was trained at 160x96" in caplog.text
+    assert "192x96 was requested, this world was trained at 160x96" in caplog.text
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "transformers/config.json", "world.json"])

@@ -1,31 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkOrder`: which chunk of a session may begin, or take its next step, while others of it are at work.
+"""`ChunkOrder`: when a chunk may run a step while others of its session are in flight.
 
-One rule, applied twice: by the scheduler to requests (`Streams`), and by the first pipeline stage's rank to the chunks
-that it has begun (`ChunksInFlight`). A chunk may begin, and take each further step, while the one before it in its
-session is at least `steps_behind` steps ahead. A session's first chunk is alone: until it is committed there is no
-session to continue. Held by tests/core/test_chunks_in_flight_turns.py and tests/worker/test_chunks_in_flight_rules.py.
+The rule applies twice: the scheduler applies it to requests (`Streams`), and the first pipeline
+stage applies it to the chunks that it has started (`ChunksInFlight`). A chunk may start, and run
+each further step, while its predecessor in the session is at least `steps_behind` steps ahead. The
+first chunk of a session runs alone, because until it is committed there is no session to continue.
 """
 
 import math
 from collections.abc import Sequence
 
 DONE = math.inf
-"""The step of a chunk that has none left: however far behind, the next one may move."""
+"""Step of a chunk that has no steps left. It never delays its successor."""
 
 
 class ChunkOrder:
-    """limit: chunks of one session at work at once (`omni.chunks_in_flight`); with 1, one after the other."""
+    """Order of the chunks of a session.
+
+    Args:
+        limit: Maximum number of chunks of a session in flight (`omni.chunks_in_flight`). With 1,
+            they run one after the other.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.steps_behind = 1
 
     def may_move(self, step: int | None, ahead: Sequence[float], *, established: bool) -> bool:
-        """Whether a chunk may take its next step; step None = it has not begun, so this would be its first one.
+        """Whether a chunk may run its next step.
 
-        ahead: the steps of the chunks of its session at work before it, oldest first. established: the session has a
-        committed chunk, which those at work continue.
+        Args:
+            step: Steps that the chunk has run; None if it has not started.
+            ahead: Steps of the earlier chunks in flight of its session, oldest first.
+            established: Whether the session has a committed chunk, which the chunks in flight
+                continue.
         """
         if not ahead:
             return True
@@ -35,5 +43,5 @@ class ChunkOrder:
 
 
 def turn(chunk_index: int | None) -> float:
-    """Requests of a session begin in this order, then by arrival: those that name no chunk come last."""
+    """Return the sort key of a session's requests; requests without an index come last."""
     return math.inf if chunk_index is None else chunk_index

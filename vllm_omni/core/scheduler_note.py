@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SchedulerNote`: message of the scheduler to the runner about one request, beside stock vLLM's fields.
+"""`SchedulerNote`: message of the scheduler to the runner about one request.
 
-Messages back are `StepOutput`s. It travels in the request's own `PoolingParams.extra_kwargs`, under a key that clients
-cannot set: the scheduler removes their value. Held by tests/core/test_stream_batch_scheduler.py.
+Messages in the other direction are `StepOutput`s. The note travels in the `extra_kwargs` of the
+request's `PoolingParams`, under a key that clients cannot set, because the scheduler removes it.
 """
 
 import copy
@@ -18,25 +18,27 @@ _KEY = "omni_scheduler"
 
 
 class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """refused: why this request is not served (it ends with `capacity`). degradations: to apply to its chunk."""
+    """Message about one request."""
 
     refused: str | None = None
+    """Reason why the request is refused with `capacity`, if it is."""
     degradations: list[str] = []
+    """Degradations to apply to the request's chunk."""
 
     @classmethod
     def read(cls, extra_kwargs: Mapping[str, Any] | None) -> "SchedulerNote":
-        """Return the note of a request; an empty one if there is none."""
+        """Return the note of a request, which is empty if the request has none."""
         return msgspec.convert((extra_kwargs or {}).get(_KEY, {}), cls)
 
     def attach(self, params: "PoolingParams") -> "PoolingParams":
-        """Return a copy of `params` with this note; the client's object stays as it is."""
+        """Return a copy of `params` with this note. The client's object is not modified."""
         noted = copy.copy(params)
         noted.extra_kwargs = {**(params.extra_kwargs or {}), _KEY: msgspec.to_builtins(self)}
         return noted
 
 
 def without_note(params: "PoolingParams") -> "PoolingParams":
-    """Return `params` without a client's own value under the note's key."""
+    """Return `params` without a value that a client has set under the note's key."""
     if not params.extra_kwargs or _KEY not in params.extra_kwargs:
         return params
     bare = copy.copy(params)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World models as environments for research: a gymnasium `VectorEnv` over vLLM's offline engine (extra `env`)."""
+"""World models as research environments: a gymnasium `VectorEnv` over vLLM's offline engine.
+
+Requires the extra `env`.
+"""
 
 import importlib.util
 

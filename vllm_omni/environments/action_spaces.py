@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's `ActionSpace` as a gymnasium space, and an environment's action as what the engine takes.
-
-Held by tests/environments/test_action_spaces.py.
-"""
+"""A model's `ActionSpace` as a gymnasium space, and that space's actions as `ActionFrame`s."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +13,12 @@ Action = Mapping[str, np.ndarray] | np.integer
 
 
 def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
-    """The space of one environment's action, which holds for a whole chunk.
+    """Return the gymnasium space of one environment's action, which applies to a whole chunk.
 
-    buttons: `MultiBinary` over `ActionSpace.button_names`, or, where one at most is held, `Discrete` with 0 for none.
-    axes: `Box` over `ActionSpace.axis_names`, in their units. scroll: `Discrete`, -1, 0 or 1. A kind that the model
-    does not take is left out; one that takes none at all has `Discrete(1)`: go on.
+    `buttons` is a `MultiBinary` over `ActionSpace.button_names`, or a `Discrete` with 0 for none if
+    at most one may be held. `axes` is a `Box` over `ActionSpace.axis_names` in their units.
+    `scroll` is a `Discrete` of -1, 0 and 1. Controls that the model does not have are omitted. For
+    a model without controls the space is `Discrete(1)`.
     """
     kinds: dict[str, spaces.Space[Any]] = {}
     if space.buttons and space.exclusive:
@@ -36,23 +34,28 @@ def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
 
 
 def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
-    """Return an action, or a batch of them, with the kinds of controls that it leaves out at rest."""
+    """Fill in neutral values for controls that an action, or a batch of actions, omits."""
     if not isinstance(taken, spaces.Dict) or not isinstance(action, Mapping):
         return action
     return {**{name: np.zeros(kind.shape or (), kind.dtype) for name, kind in taken.items()}, **action}
 
 
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
-    """Read one environment's action, a member of `gymnasium_space(space)`; kinds of controls may be left out.
+    """Convert an action of one environment, a member of `gymnasium_space(space)`.
 
-    Raises ValueError with the model's controls.
+    Controls may be omitted.
+
+    Raises:
+        ValueError: The action is invalid; the message lists the model's controls.
     """
     taken = gymnasium_space(space)
     if not isinstance(taken, spaces.Dict):
         return ActionFrame()
     if not isinstance(action, Mapping) or not action.keys() <= taken.keys():
         found = sorted(action) if isinstance(action, Mapping) else type(action).__name__
-        raise ValueError(f"an action may hold {sorted(taken.keys())}, got {found}; the model takes {space.describe()}")
+        raise ValueError(
+            f"an action may contain {sorted(taken.keys())}, got {found}; the model takes {space.describe()}"
+        )
     names: tuple[str, ...] = ()
     if "buttons" in action:
         held = np.asarray(action["buttons"])
@@ -66,5 +69,5 @@ def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
 
 
 def idle(space: ActionSpace) -> ActionFrame:
-    """Nothing held, nothing moved."""
+    """Return a frame with no button held and all axes at 0."""
     return ActionFrame(axes=dict.fromkeys(space.axis_names, 0.0))

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldVectorEnv`: worlds of one served model as a gymnasium `VectorEnv`, all stepped by one call to the engine.
+"""`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`.
 
-    env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=picture)
+    env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=image)
     frames, infos = env.reset(seed=0)
     frames, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
 
-A step is one chunk: an environment's action holds for all its latent frames. Frames are uint8, latents float32 as the
-model made them (`infos["latents"]`). Each environment is a session of the engine: forking copies it, and since noise
-depends on (seed, chunk, step) alone, the same seeds and actions give the same bits. Rewards are the caller's
-(`reward`), the worlds have none. Only `LLM.encode` of stock vLLM is used. Held by tests/environments/test_world_env.py.
+All environments are stepped by one call to the engine. A step is one chunk: the action of an
+environment applies to all its latent frames. Frames are uint8; latents are float32 and unmodified
+(`infos["latents"]`). Each environment is a session of the engine. Forking an environment copies its
+session. Noise depends only on (seed, chunk, step), so equal seeds and actions give bit-identical
+results. Worlds have no rewards; the caller may provide a function (`reward`). Only stock vLLM's
+`LLM.encode` is used.
 """
 
 import math
@@ -40,35 +42,41 @@ if TYPE_CHECKING:
 # N environments, T frames of a chunk, H height, W width
 
 Reward = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(frames [N, T, H, W, 3], latents [N, C, F, h, w]) -> rewards [N]."""
+"""Function of frames [N, T, H, W, 3] and latents [N, C, F, h, w] that returns rewards [N]."""
 
 
 @dataclass
 class Episode:
-    """One environment since its reset: enough to play it again.
-
-    actions: one of each step. start_pose: where in the world its image was taken; None = it was not given.
-    """
+    """History of one environment since its reset, sufficient to replay it."""
 
     session_id: str
+    """Session of the environment."""
     seed: int
+    """Seed of the session."""
     prompt: str
+    """Prompt of the session."""
     actions: list[ActionFrame] = field(default_factory=list)
+    """Action of each step."""
     start_pose: StartPose | None = None
+    """World pose of the start image, if it was given."""
 
     @property
     def chunks(self) -> int:
-        """Chunks its session has; the first one is the reset's."""
+        """Number of chunks of the session, including the first one, which the reset generated."""
         return 1 + len(self.actions)
 
 
 class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
-    """See the module docstring.
+    """Vector environment of world model sessions.
 
-    observation_space: the chunk's frames [T, H, W, 3]; a reset's first chunk is shorter and is padded in front with its
-    first frame. action_space: `gymnasium_space` of what the model states it takes. max_steps: an episode is truncated
-    after so many; None = never. An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`).
-    A chunk that cannot be made raises `RequestFailed`; that environment needs a reset, the others have moved on.
+    An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`). A chunk that
+    fails raises `RequestFailed`; its environment needs a reset, and all others have advanced.
+
+    Attributes:
+        observation_space: Frames of a chunk [T, H, W, 3]. The first chunk after a reset is shorter
+            and padded at the front with its first frame.
+        action_space: `gymnasium_space` of the model's controls.
+        episodes: History of each environment.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - gymnasium's own attribute
@@ -85,24 +93,35 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         max_steps: int | None = None,
         reward: Reward | None = None,
     ) -> None:
-        """prompt: of all environments, or one of each. image: uint8 [H, W, 3], of models that begin with one.
+        """Create environments in an engine.
 
-        Raises ValueError for a model that is no world, or that cannot hold so many.
+        Args:
+            llm: The engine.
+            num_envs: Number of environments.
+            prompt: Prompt of all environments, or one per environment.
+            image: Start image, uint8 [H, W, 3], for models that need one.
+            height: Height in pixels. Default: the model's.
+            width: Width in pixels. Default: the model's.
+            max_steps: Steps after which an episode is truncated. Default: never.
+            reward: Function that computes rewards. Default: all are 0.
+
+        Raises:
+            ValueError: The model is not a world, or the engine cannot hold so many sessions.
         """
         config = llm.llm_engine.vllm_config
         self.facts = WorldFacts.from_vllm_config(config, model="world")
         self.model_actions = self.facts.actions
         if num_envs > self.facts.max_sessions:
             raise ValueError(
-                f"the engine holds {self.facts.max_sessions} sessions, {num_envs} environments were asked for; start "
-                "it with additional_config omni.max_sessions"
+                f"the engine holds {self.facts.max_sessions} sessions, but {num_envs} environments were requested; "
+                "start it with additional_config omni.max_sessions"
             )
         self.num_envs = num_envs
         self._llm, self._image, self._reward, self._max_steps = llm, image, reward, max_steps
         self._own_engine = False
         self._prompts = [prompt] * num_envs if isinstance(prompt, str) else list(prompt)
         if len(self._prompts) != num_envs:
-            raise ValueError(f"one prompt, or one of each of {num_envs} environments; got {len(self._prompts)}")
+            raise ValueError(f"prompt must be one, or one per environment ({num_envs}); got {len(self._prompts)}")
         self._size = (height or self.facts.height, width or self.facts.width)
         shape = (self.facts.chunk_frames, *self._size, 3)
         self.single_observation_space: spaces.Space[Any] = spaces.Box(0, 255, shape, np.uint8)
@@ -120,12 +139,22 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def load(
         cls, model: str | Path, num_envs: int, *, exact: bool = True, omni: dict[str, Any] | None = None, **env: Any
     ) -> "WorldVectorEnv":
-        """Start vLLM's offline engine on a checkpoint directory and make environments in it; `close` stops it.
+        """Start vLLM's offline engine on a checkpoint and create environments in it.
 
-        exact: an environment's bits do not depend on the others beside it; False: one forward for all, faster for small
-        models (`omni.batch_invariant`). omni: more of `additional_config["omni"]`. env: of the constructor.
+        `close` stops the engine.
+
+        Args:
+            model: Checkpoint directory.
+            num_envs: Number of environments.
+            exact: Whether the results of an environment are bit-identical regardless of the others.
+                If false, all share one forward pass, which is faster for small models
+                (`omni.batch_invariant`).
+            omni: Further options of `additional_config["omni"]`.
+            **env: Arguments of the constructor.
         """
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; unset, a CPU worker wants 92 % of the memory
+
+        # In GiB. By default a CPU worker requires 92 % of the memory.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         from vllm import LLM
 
         sizes = {name: env[name] for name in ("height", "width") if env.get(name)}
@@ -141,16 +170,21 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         made._own_engine = True
         return made
 
-    # -- gymnasium -----------------------------------------------------------------------------------------------------
+    # -- gymnasium ---------------------------------------------------------------------------------
 
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin every episode anew: its first chunk, idle. seed: of the first environment, the others count on from it.
+        """Start new episodes and generate their first chunk without any action.
 
-        options: `reset_mask`, bool [N], those to begin anew; the others stay as they are. `start_pose`, where in the
-        world the image was taken: `{x_m, z_m, heading_degrees, pitch_degrees}` of all environments, or a list with one
-        of each; it holds until the next call. Raises ValueError for other options.
+        Args:
+            seed: Seed of the first environment, counted up for the others, or one seed each.
+            options: `reset_mask`, bool [N], selects the environments to reset. `start_pose` is the
+                world pose of the start image, `{x_m, z_m, heading_degrees, pitch_degrees}`, or a
+                list with one per environment; it applies until the next call.
+
+        Raises:
+            ValueError: An option is unknown or invalid.
         """
         options = dict(options or {})
         mask = np.asarray(options.pop("reset_mask", np.ones(self.num_envs, bool)))
@@ -168,9 +202,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return self._frames.copy(), self._infos()
 
     def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """One chunk of every environment; those whose episode has ended begin anew and ignore their action.
+        """Generate one chunk of every environment.
 
-        actions: a kind of controls that is left out (`buttons`, `axes`, `scroll`) is at rest.
+        Environments whose episode has ended start a new one and ignore their action.
+
+        Args:
+            actions: Batch of actions. Omitted controls (`buttons`, `axes`, `scroll`) are neutral.
         """
         complete = with_rest(self.action_space, actions)
         taken = [action_frame(self.model_actions, action) for action in iterate(self.action_space, complete)]
@@ -189,17 +226,22 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return self._frames.copy(), rewards, np.zeros(self.num_envs, bool), truncations, infos
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Free the sessions; an engine that `load` started stops, another one stays with its caller."""
+        """Free the sessions, and stop the engine if `load` started it."""
         ids = [episode.session_id for episode in self.episodes if episode is not None]
         self._close(ids)
         if self._own_engine:
             self._llm.llm_engine.engine_core.shutdown()
         self.episodes = [None] * self.num_envs
 
-    # -- research ------------------------------------------------------------------------------------------------------
+    # -- research ----------------------------------------------------------------------------------
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Make environments `targets` exact copies of `source`; each then goes its own way."""
+        """Make environments exact copies of another one; afterwards they are independent.
+
+        Args:
+            source: Environment to copy.
+            targets: Environments to replace.
+        """
         origin = self._episode(source)
         targets = [target for target in targets if target != source]
         self._close([old.session_id for target in targets if (old := self.episodes[target]) is not None])
@@ -212,9 +254,14 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             self._poses[target] = self._poses[source]
 
     def replay(self, target: int, episode: Episode) -> np.ndarray:
-        """Play a recorded episode (`episodes[i]`, or one stored elsewhere) in environment `target`, from its start.
+        """Replay an episode (`episodes[i]` or a stored one) from its start.
 
-        Returns its frames, uint8 [frames, H, W, 3]: bit for bit those of the first time (`exact`).
+        Args:
+            target: Environment to use.
+            episode: The episode.
+
+        Returns:
+            Its frames, uint8 [frames, H, W, 3], bit-identical to the original ones (with `exact`).
         """
         self._begin([target], [episode.seed], [episode.prompt], [episode.start_pose])
         parts = [self._frames[target][-self.facts.first_chunk_frames :].copy()]
@@ -223,7 +270,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             parts.append(self._frames[target].copy())
         return np.concatenate(parts)
 
-    # -- the engine ----------------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
 
     def _begin(
         self,
@@ -290,7 +337,10 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def _run(
         self, which: Sequence[int], params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """Make one chunk of each environment; those that fail lose their episode, and the first failure is raised."""
+        """Generate one chunk of each environment.
+
+        A failed environment loses its episode. The first failure is raised.
+        """
         failures: list[RequestFailed] = []
         for index, envelope in zip(which, self._encode(params, tensors), strict=True):
             try:
@@ -304,7 +354,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def _encode(
         self, params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """One call to the engine for all requests; returns their envelopes (`outputs.unpack`)."""
+        """Send all requests to the engine in one call; return their envelopes."""
         if not params:
             return []
         pooling = [each.to_pooling_params(tensors) for each in params]
@@ -316,7 +366,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         self._encode([DiffusionParams(session_id=session_id, op="close") for session_id in ids])
 
     def _keep(self, index: int, meta: dict[str, Any], result: dict[str, torch.Tensor]) -> None:
-        """Take over a chunk's frames, latents and poses; a first chunk is padded in front with its first frame."""
+        """Store a chunk's frames, latents and poses. A first chunk is padded at the front."""
         frames, latents = result["frames"].numpy(), result["latents"].float().numpy()
         missing = self._frames.shape[1] - len(frames)
         self._frames[index, :missing], self._frames[index, missing:] = frames[0], frames
@@ -333,8 +383,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return episode
 
     def _infos(self) -> dict[str, Any]:
-        """latents: float32 [N, C, F, h, w]; seed, chunks: int [N]. world_poses: float64 [N, F, 4], x_m, z_m,
-        heading_degrees and pitch_degrees of each latent frame; NaN where they are unknown.
+        """Return the infos of all environments.
+
+        Returns:
+            `latents`, float32 [N, C, F, h, w]; `seed` and `chunks`, int [N]; `world_poses`, float64
+            [N, F, 4]: x_m, z_m, heading_degrees and pitch_degrees of each latent frame, NaN if
+            unknown.
         """
         episodes = [self._episode(index) for index in range(self.num_envs)]
         return {
@@ -346,10 +400,14 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
 
 def _start_poses(given: Any, count: int) -> list[StartPose | None]:
-    """Read the option `start_pose`. Raises ValueError."""
+    """Parse the option `start_pose`.
+
+    Raises:
+        ValueError: It is invalid.
+    """
     each = [given] * count if given is None or isinstance(given, Mapping) else list(given)
     if len(each) != count:
-        raise ValueError(f"{START_POSE}: one, or one of each of {count} environments; got {len(each)}")
+        raise ValueError(f"{START_POSE} must be one, or one per environment ({count}); got {len(each)}")
     try:
         return [None if start is None else msgspec.convert(start, StartPose) for start in each]
     except msgspec.ValidationError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors for `--distributed-executor-backend`; names resolve on first use."""
+"""Executors for `--distributed-executor-backend`. Names resolve on first use."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Adapters`: the LoRA adapters of one pipeline by name: loaded from directories, switched per request, unloaded.
+"""`Adapters`: loads, selects and unloads the LoRA adapters of a pipeline.
 
-An adapter is loaded into the pipeline's modules once and stays there switched off; a request names its adapters, with
-strengths. A request that names none gets exactly the result of a pipeline without adapters. Held by
-tests/executor/test_adapters.py.
+An adapter is loaded into the pipeline's modules once and is disabled there. A request selects
+adapters by name, with strengths. The result of a request without adapters is exactly that of a
+pipeline without adapters.
 """
 
 import logging
@@ -23,15 +23,22 @@ from vllm_omni.outputs import RequestFailed
 logger = logging.getLogger("vllm." + __name__)
 
 Selection = tuple[tuple[str, float], ...]
-"""(name, strength) of the adapters one request wants, in its order."""
+"""Names and strengths of the adapters of a request, in its order."""
 
 
 class Adapters:
+    """LoRA adapters of one pipeline.
+
+    Args:
+        sources: Adapters to load with the pipeline, by name.
+    """
+
     def __init__(self, sources: Mapping[str, LoraSource]) -> None:
         self._sources = dict(sources)
         self._ids: dict[int, str] = {}
         self._active: Selection | None = None
-        """None: not known (something was loaded or unloaded since)."""
+        """Adapters enabled in the pipeline. None if unknown, because one was loaded or unloaded
+        since."""
 
     @property
     def names(self) -> list[str]:
@@ -39,11 +46,15 @@ class Adapters:
 
     @property
     def ids(self) -> set[int]:
-        """Numbers of the adapters that vLLM's own LoRA calls have added."""
+        """Ids of the adapters that were added through vLLM's own LoRA calls."""
         return set(self._ids)
 
     def load_all(self, pipeline: Any) -> None:
-        """Load the whole table into a freshly loaded pipeline. Raises ValueError naming the adapter."""
+        """Load all adapters into a newly loaded pipeline.
+
+        Raises:
+            ValueError: An adapter cannot be loaded; the message names it.
+        """
         self._active = ()
         for name, source in self._sources.items():
             _load(pipeline, name, source)
@@ -51,10 +62,23 @@ class Adapters:
         self.activate(pipeline, ())
 
     def add(self, pipeline: Any, name: str, source: LoraSource, number: int | None = None) -> bool:
-        """Load one more adapter; False if the name is taken by the same source. Raises ValueError."""
+        """Load one more adapter.
+
+        Args:
+            pipeline: The pipeline.
+            name: Name of the adapter.
+            source: Its files.
+            number: Id of the adapter in vLLM, if vLLM added it.
+
+        Returns:
+            False if an adapter of this name and source is already loaded.
+
+        Raises:
+            ValueError: The name is in use, or the adapter cannot be loaded.
+        """
         if name in self._sources:
             if self._sources[name] != source:
-                raise ValueError(f"an adapter {name!r} is loaded from another place; unload it first")
+                raise ValueError(f"an adapter {name!r} is loaded from other files; unload it first")
             return False
         self._active = None
         _load(pipeline, name, source)
@@ -65,7 +89,7 @@ class Adapters:
         return True
 
     def remove(self, pipeline: Any, name: str) -> bool:
-        """Unload an adapter; False if there is none of that name."""
+        """Unload an adapter. Returns False if there is none of that name."""
         if name not in self._sources:
             return False
         self._active = None
@@ -76,13 +100,14 @@ class Adapters:
         return True
 
     def remove_number(self, pipeline: Any, number: int) -> bool:
-        """Unload the adapter that `add` loaded under this number."""
+        """Unload the adapter with an id of vLLM. Returns False if there is none."""
         return number in self._ids and self.remove(pipeline, self._ids[number])
 
     def select(self, wanted: Any) -> Selection:
-        """Read a request's `lora` option: a name, a list of names, or a map of names to strengths.
+        """Parse a request's `lora` option: a name, a list of names, or names with strengths.
 
-        Raises `RequestFailed("invalid_request", ...)`.
+        Raises:
+            RequestFailed: `invalid_request`.
         """
         if wanted is None:
             return ()
@@ -99,16 +124,16 @@ class Adapters:
         ):
             raise RequestFailed(
                 "invalid_request",
-                "options.lora must be a name, a list of names or a map of names to strengths from -100 to 100",
+                "options.lora must be a name, a list of names or an object of names and strengths from -100 to 100",
             )
         for name in wanted:
             if name not in self._sources:
                 known = ", ".join(self._sources) or "none is loaded"
-                raise RequestFailed("invalid_request", f"options.lora: no adapter {name!r}; there are: {known}")
+                raise RequestFailed("invalid_request", f"options.lora: no adapter {name!r}; available: {known}")
         return tuple((name, float(scale)) for name, scale in wanted.items())
 
     def activate(self, pipeline: Any, selection: Selection) -> None:
-        """Switch the pipeline's modules to this selection; does nothing if it is the active one."""
+        """Enable exactly the selected adapters. Does nothing if they are already enabled."""
         if selection == self._active:
             return
         if selection:
@@ -121,11 +146,11 @@ class Adapters:
 
 def _load(pipeline: Any, name: str, source: LoraSource) -> None:
     if not hasattr(pipeline, "load_lora_weights"):
-        raise ValueError(f"LoRA adapter {name!r}: {type(pipeline).__name__} takes no adapters")
+        raise ValueError(f"LoRA adapter {name!r}: {type(pipeline).__name__} does not support adapters")
     try:
-        import peft  # noqa: F401 - diffusers asks for it only when weights are half loaded
+        import peft  # noqa: F401 - diffusers would report it only after loading half of the weights
     except ImportError as error:
-        raise ValueError(f"LoRA adapter {name!r} needs the package 'peft': pip install peft") from error
+        raise ValueError(f"LoRA adapter {name!r} requires the package 'peft': pip install peft") from error
     path = Path(source.path)
     if not path.exists():
         raise ValueError(f"LoRA adapter {name!r}: {path} does not exist")
@@ -139,7 +164,8 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
         weight_name = files[0]
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-omni-adapter-") as private:
-            # diffusers maps the file into memory: a copy, because another process may write over the original.
+            # diffusers memory-maps the file. Use a copy, because other processes may overwrite the
+            # original.
             copy_unchanged(folder / weight_name, Path(private) / Path(weight_name).name)
             pipeline.load_lora_weights(
                 private,
@@ -148,10 +174,10 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
                 use_safetensors=True,
                 local_files_only=True,
             )
-    except Exception as error:  # boundary: whatever a foreign file makes the loader raise
+    except Exception as error:  # boundary: a file from elsewhere can make the loader raise anything
         raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}") from error
     if not any(name in names for names in pipeline.get_list_adapters().values()):
-        raise ValueError(f"LoRA adapter {name!r}: {folder / weight_name} holds nothing for {type(pipeline).__name__}")
+        raise ValueError(f"LoRA adapter {name!r}: {folder / weight_name} has no weights for {type(pipeline).__name__}")
     if problem := _not_finite(pipeline, name):
         pipeline.delete_adapters(name)
         raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} has NaN or Inf: {problem}")
@@ -159,7 +185,7 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
 
 
 def _not_finite(pipeline: Any, name: str) -> str | None:
-    """The first strength or tensor of a loaded adapter that is no finite number; None if all are."""
+    """Return the first strength or tensor of an adapter that is not finite, or None."""
     from peft.tuners.lora import LoraLayer
 
     for component in pipeline.components.values():

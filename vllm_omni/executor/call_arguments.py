@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request as the arguments of a pipeline's `__call__`; everything a client can get wrong is refused here.
+"""Conversion of a request to the arguments of a pipeline's `__call__`, with validation.
 
-The signature of the pipeline's class defines the options: a request field or option without an argument in it is an
-error that lists the valid ones, never ignored. Values are checked as far as possible without running the pipeline. It
-names no model. Held by tests/executor/test_call_arguments.py.
+The signature of the pipeline class defines the options. A request field or option without a
+matching argument is an error that lists the valid ones; it is never ignored. Values are validated
+as far as possible without running the pipeline. This module names no model.
 """
 
 import json
@@ -33,18 +33,18 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import definite_seed
 
 _OURS = ("aspect_ratio", "lora", "prompt_suffix", "first_block_cache")
-"""Options that are no argument of any pipeline."""
+"""Options that are not arguments of a pipeline."""
 _FROM_FIELDS = (
     *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "generator", "latents"),
     *("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict", "callback", "callback_steps"),
     *("callback_on_step_end", "callback_on_step_end_tensor_inputs", "attention_kwargs", "joint_attention_kwargs"),
     *("cross_attention_kwargs", "padding_mask_crop"),
 )
-"""Arguments that a request reaches through its fields, or not at all."""
+"""Arguments that requests set through their fields, or not at all."""
 _FRAME_RATE = ("frame_rate", "fps")
 _MAX_LIST = 1000
 _MAX_IMAGES = 8
-"""Pictures of one request."""
+"""Maximum number of images of a request."""
 _MAX_SEQUENCE_LENGTH = 4096
 _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 """Threshold of a first-block cache."""
@@ -52,22 +52,26 @@ _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """Properties of a loaded pipeline, read once; requests are checked against them.
-
-    size_multiple: height and width must be multiples of it. frame_stride: num_frames must be 1 + a multiple of it.
-    text_widths: widths of a text embedding this transformer takes (empty = not known). encodes_text: False if the
-    deployment left the text encoder out.
-    """
+    """Properties of a loaded pipeline. They are read once; requests are validated against them."""
 
     class_name: str
+    """Pipeline class."""
     parameters: Parameters
+    """Parameters of its `__call__`."""
     conventions: Conventions
+    """Prompt suffixes and aspect ratios of the class."""
     size_multiple: int
+    """Height and width must be multiples of this number of pixels."""
     frame_stride: int
+    """The number of frames must be 1 plus a multiple of this."""
     guidance: str | None
+    """Argument for the guidance scale, if there is one."""
     text_widths: tuple[int, ...]
+    """Possible widths of text embeddings; empty if unknown."""
     tensor_dtype: torch.dtype
+    """Dtype of tensor arguments."""
     encodes_text: bool
+    """False if the deployment omits the text encoder."""
 
     @property
     def video(self) -> bool:
@@ -95,7 +99,10 @@ class PipelineFacts:
 
 
 def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
-    """Pixels per token and side: the VAE's factor times the patch, wherever the pipeline class keeps them."""
+    """Return the pixels per token and side: the VAE's scale factor times the patch size.
+
+    Pipeline classes store them under different names.
+    """
     scale = attributes.get("vae_scale_factor_spatial") or attributes.get("vae_scale_factor") or 1
     patch = denoiser_config.get("patch_size")
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
@@ -107,16 +114,24 @@ def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, 
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """A checked request. arguments: all of `__call__` but generator and callback; num_images: noise sources needed."""
+    """A validated request."""
 
     arguments: dict[str, Any]
+    """Arguments of `__call__` except generator and callback."""
     seed: int
+    """Seed of the first image or of the video."""
     num_images: int
+    """Number of noise generators."""
     num_steps: int
+    """Number of denoise steps; 0 if unknown."""
     fps: float
+    """Frame rate of a video in frames per second."""
     lora: Any
+    """LoRA adapters as requested; see `Adapters.select`."""
     meta: dict[str, Any]
+    """Metadata for the result."""
     first_block_cache: float | None = None
+    """Threshold of the first-block cache; None disables it."""
 
 
 def pipeline_call(
@@ -126,7 +141,18 @@ def pipeline_call(
     options: DiffusersOptions,
     device: torch.device,
 ) -> PipelineCall:
-    """Raises `RequestFailed("invalid_request" | "unsupported_size" | "invalid_image", ...)`."""
+    """Convert a request to a call of the pipeline.
+
+    Args:
+        params: Parameters of the request.
+        tensors: Its tensors by name.
+        facts: Properties of the pipeline.
+        options: Options of the deployment.
+        device: Device of the pipeline.
+
+    Raises:
+        RequestFailed: `invalid_request`, `unsupported_size` or `invalid_image`.
+    """
     _check_fields(params)
     asked = dict(params.options)
     own = {name: asked.pop(name) for name in _OURS if name in asked}
@@ -141,18 +167,18 @@ def pipeline_call(
     if "image" not in arguments and not any(
         task.startswith("text") for task in tasks_of(facts.class_name, facts.parameters)
     ):
-        raise _invalid(f"{facts.class_name} needs a picture: send the tensor image, uint8 [H, W, 3]")
+        raise _invalid(f"{facts.class_name} needs an image: send the tensor image, uint8 [H, W, 3]")
     for name in facts.parameters:
         if is_required(facts.parameters, name) and name not in arguments and name not in ("args", "kwargs"):
             raise _invalid(f"{facts.class_name} needs {name!r}, and the request has none")
     if params.fps is not None and not facts.video:
-        raise _invalid(f"{facts.class_name} makes images: leave fps out")
+        raise _invalid(f"{facts.class_name} generates images: leave fps out")
     fps = params.fps or options.request_defaults().fps
     for name in _FRAME_RATE:
         if params.fps is not None and name in facts.parameters:
             arguments[name] = type(default_of(facts.parameters, name) or 1.0)(params.fps)
     if params.output == "both":
-        raise _invalid("output 'both' is of streaming models; allowed: 'rgb', 'latents'")
+        raise _invalid("output 'both' requires a streaming model; allowed: 'rgb', 'latents'")
     arguments["output_type"] = "latent" if params.output == "latents" else "pt"
     steps = arguments.get("num_inference_steps", default_of(facts.parameters, "num_inference_steps"))
     return PipelineCall(
@@ -168,7 +194,7 @@ def pipeline_call(
 
 
 def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
-    """The adapters that a request names: in its field `lora`, or in the option of that name."""
+    """Return the LoRA adapters of a request: its field `lora`, or the option of that name."""
     if params.lora is None:
         return own.get("lora")
     if "lora" in own:
@@ -177,13 +203,13 @@ def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
 
 
 def _first_block_cache(own: Mapping[str, Any], options: DiffusersOptions) -> float | None:
-    """The threshold that a request names."""
+    """Return the threshold of the first-block cache that a request names."""
     if "first_block_cache" not in own:
         return None
     if options.interleave > 1:
         raise _invalid(
-            f"first_block_cache needs omni.model.interleave 1, this server's is {options.interleave}: requests in "
-            "turns would share one transformer's cache"
+            f"first_block_cache requires omni.model.interleave 1, this server's is {options.interleave}: interleaved "
+            "requests would share one transformer's cache"
         )
     try:
         return msgspec.convert(own["first_block_cache"], _Change)
@@ -197,13 +223,13 @@ def _invalid(message: str) -> RequestFailed:
 
 def _check_fields(params: DiffusionParams) -> None:
     if params.chunk_index not in (None, 0):
-        raise _invalid(f"chunk_index {params.chunk_index}: a pipeline has no sessions, each request stands alone")
+        raise _invalid(f"chunk_index {params.chunk_index}: a pipeline has no sessions, each request is independent")
     if params.actions is not None:
-        raise _invalid("actions steer worlds; a diffusers pipeline takes none")
+        raise _invalid("actions steer worlds; a diffusers pipeline does not support them")
 
 
 def _checked_options(asked: Mapping[str, Any], facts: PipelineFacts) -> dict[str, Any]:
-    """Options that are arguments of the pipeline, as they are."""
+    """Return the options that are arguments of the pipeline, unchanged."""
     allowed = [name for name in facts.parameters if name not in _FROM_FIELDS and not _is_tensor_argument(name)]
     for name, value in asked.items():
         if name not in allowed:
@@ -214,7 +240,7 @@ def _checked_options(asked: Mapping[str, Any], facts: PipelineFacts) -> dict[str
             raise _invalid(f"options.{name} must be a number, a text, true, false or a short list")
     length = asked.get("max_sequence_length", 1)
     if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= _MAX_SEQUENCE_LENGTH:
-        raise _invalid(f"options.max_sequence_length must be a whole number from 1 to {_MAX_SEQUENCE_LENGTH}")
+        raise _invalid(f"options.max_sequence_length must be an integer from 1 to {_MAX_SEQUENCE_LENGTH}")
     for name in ("sigmas", "timesteps"):
         if asked.get(name) is not None and not _is_numbers(asked[name]):
             raise _invalid(f"options.{name} must be a list of 1 to {_MAX_LIST} numbers")
@@ -240,7 +266,11 @@ def _texts(
     facts: PipelineFacts,
     options: DiffusersOptions,
 ) -> dict[str, Any]:
-    """Prompts, with the suffix of the prompt's language if asked for; returns metadata for the result."""
+    """Set the prompts, with the suffix of the prompt's language if requested.
+
+    Returns:
+        Metadata for the result.
+    """
     meta: dict[str, Any] = {}
     prompt = params.prompt
     if "prompt_embeds" in arguments:
@@ -282,15 +312,21 @@ def _size(
     facts: PipelineFacts,
     options: DiffusersOptions,
 ) -> None:
-    """Height and width: the request's, its aspect ratio's, or the deployment's; else the pipeline chooses."""
+    """Set height and width.
+
+    They come from the aspect ratio, else from the request, else from the deployment's defaults.
+
+    Without any of these, the pipeline chooses.
+    """
     width, height = params.width, params.height
     ratio = own.get("aspect_ratio")
     if ratio is not None:
         table = facts.conventions.aspect_ratios
         if ratio not in table:
             known = ", ".join(table) or f"{facts.class_name} has none; send width and height"
-            raise _invalid(f"options.aspect_ratio {ratio!r} is not known; known: {known}")
-        width, height = table[ratio]  # it wins over width and height, which doors always send
+            raise _invalid(f"options.aspect_ratio {ratio!r} is unknown; known: {known}")
+        # takes precedence over width and height, which endpoints always send
+        width, height = table[ratio]
     if (width is None) != (height is None):
         raise _invalid("send both width and height, or neither")
     defaults = options.request_defaults()
@@ -298,7 +334,7 @@ def _size(
     if width is None or height is None:
         return
     if "width" not in facts.parameters or "height" not in facts.parameters:
-        raise _invalid(f"{facts.class_name} takes its size from the input; send no width and height")
+        raise _invalid(f"{facts.class_name} derives its size from the input; send no width and height")
     multiple = facts.size_multiple
     if width % multiple or height % multiple:
         near = [max(multiple, round(side / multiple) * multiple) for side in (width, height)]
@@ -309,14 +345,14 @@ def _size(
     default_width, default_height = default_size(facts.parameters, options)
     limit = max(max_pixels(facts.parameters, options), default_width * default_height)
     if width * height > limit:
-        raise RequestFailed("unsupported_size", f"{width}x{height} is more than the {limit} pixels served here")
+        raise RequestFailed("unsupported_size", f"{width}x{height} exceeds the limit of {limit} pixels on this server")
     arguments["width"], arguments["height"] = width, height
 
 
 def _counts(
     arguments: dict[str, Any], params: DiffusionParams, facts: PipelineFacts, options: DiffusersOptions
 ) -> None:
-    """Steps, frames and pictures."""
+    """Set the numbers of steps, frames and images."""
     if params.num_inference_steps is not None:
         if "num_inference_steps" not in facts.parameters:
             raise _invalid(f"{facts.class_name} has a fixed number of steps")
@@ -335,10 +371,10 @@ def _counts(
             raise _invalid(f"num_frames {frames} is more than {options.max_num_frames}")
         arguments["num_frames"] = frames
     elif params.num_frames is not None:
-        raise _invalid(f"{facts.class_name} makes pictures; send no num_frames")
+        raise _invalid(f"{facts.class_name} generates images; send no num_frames")
     if params.num_images > 1:
         if facts.video or "num_images_per_prompt" not in facts.parameters:
-            raise _invalid(f"{facts.class_name} makes one result per request; num_images must be 1")
+            raise _invalid(f"{facts.class_name} generates one result per request; num_images must be 1")
         if params.num_images > _MAX_IMAGES:
             raise _invalid(f"num_images {params.num_images} is more than {_MAX_IMAGES}")
         arguments["num_images_per_prompt"] = params.num_images
@@ -349,5 +385,6 @@ def _guidance(arguments: dict[str, Any], params: DiffusionParams, facts: Pipelin
         return
     if facts.guidance is None:
         raise _invalid(f"{facts.class_name} has no guidance scale")
-    if facts.guidance not in params.options:  # the option of that name wins: doors always send guidance_scale
+    # The option of that name takes precedence, because endpoints always send guidance_scale.
+    if facts.guidance not in params.options:
         arguments[facts.guidance] = params.guidance_scale

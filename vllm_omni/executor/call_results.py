@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline's return value as the envelope's tensors: `images` uint8 [N, H, W, 3] or `frames` uint8 [T, H, W, 3].
+"""Conversion of a pipeline's output to tensors of the envelope.
 
-Rounding is diffusers' own (`numpy_to_pil`: times 255, round half to even), done on the device before the copy, so the
-bytes equal those of `output_type="pil"`. Held by tests/executor/test_call_results.py.
+These are `images`, uint8 [N, H, W, 3], or `frames`, uint8 [T, H, W, 3]. Values are quantized as in
+diffusers (`numpy_to_pil`: times 255, round half to even), on the device before the copy, so the
+bytes equal those of `output_type="pil"`.
 """
 
 from collections.abc import Mapping
@@ -17,10 +18,15 @@ _KEYS = ("images", "frames", "videos")
 
 
 def result_tensors(output: Mapping[str, Any], *, video: bool) -> dict[str, torch.Tensor]:
-    """Convert a pipeline's decoded output.
+    """Convert the decoded output of a pipeline.
 
-    output: diffusers' output object (a map) with float tensors in [0, 1], float arrays, or PIL images. Raises TypeError
-    for any other type, naming it.
+    Args:
+        output: Output object of diffusers (a mapping) with float tensors in [0, 1], float arrays,
+            or PIL images.
+        video: Whether the output is a video.
+
+    Raises:
+        TypeError: The output has another type, which the message names.
     """
     value = _main_value(output)
     pixels = _to_uint8(value)
@@ -36,10 +42,10 @@ def result_tensors(output: Mapping[str, Any], *, video: bool) -> dict[str, torch
 
 
 def latents_tensor(output: Mapping[str, Any]) -> torch.Tensor:
-    """The pipeline's latents as they are, when it was called with `output_type="latent"`."""
+    """Return the unmodified latents of a pipeline that was called with `output_type="latent"`."""
     value = _main_value(output)
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"the pipeline returned {type(value).__name__} for output_type='latent', no tensor")
+        raise TypeError(f"the pipeline returned {type(value).__name__} for output_type='latent', not a tensor")
     return value.contiguous()
 
 
@@ -47,11 +53,11 @@ def _main_value(output: Mapping[str, Any]) -> Any:
     for key in _KEYS:
         if key in output:
             return output[key]
-    raise TypeError(f"the pipeline returned {', '.join(output) or 'nothing'}; served are {', '.join(_KEYS)}")
+    raise TypeError(f"the pipeline returned {', '.join(output) or 'nothing'}; supported: {', '.join(_KEYS)}")
 
 
 def _to_uint8(value: Any) -> torch.Tensor:
-    """Channels last, uint8, on the device the value is on."""
+    """Convert to uint8 with channels last, on the device of the value."""
     if isinstance(value, torch.Tensor):
         pixels = value if value.dtype == torch.uint8 else (value.float() * 255).round().to(torch.uint8)
         return pixels.movedim(-3, -1)
@@ -62,11 +68,11 @@ def _to_uint8(value: Any) -> torch.Tensor:
         if isinstance(value[0], list | torch.Tensor | np.ndarray):
             return torch.stack([_to_uint8(item) for item in value])
         return torch.stack([torch.from_numpy(np.array(image.convert("RGB"))) for image in value])
-    raise TypeError(f"the pipeline returned {type(value).__name__}; served are tensors, arrays and PIL images")
+    raise TypeError(f"the pipeline returned {type(value).__name__}; supported: tensors, arrays and PIL images")
 
 
 def _rgb(pixels: torch.Tensor) -> torch.Tensor:
     channels = pixels.shape[-1]
     if channels not in (1, 3, 4):
-        raise TypeError(f"the pipeline's pictures have {channels} channels, not 1, 3 or 4")
+        raise TypeError(f"the pipeline's images have {channels} channels, not 1, 3 or 4")
     return (pixels.expand(*pixels.shape[:-1], 3) if channels == 1 else pixels[..., :3]).contiguous()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's tensors as the arguments of a pipeline: pictures as PIL images, embeddings on the pipeline's device.
+"""Conversion of a request's tensors to arguments of a pipeline.
 
-Names are those of the pipeline's arguments, except for the doors' `mask` (= `mask_image`) and `image_1`, `image_2`, ...
-(further pictures of `image`). Whatever has the wrong dtype, shape or content is refused by name. It names no model.
-Held by tests/executor/test_call_arguments.py.
+Images become PIL images; embeddings are moved to the pipeline's device. Names are those of the
+pipeline's arguments, except for `mask` (`mask_image`) and `image_1`, `image_2`, and so on (further
+images of `image`), which endpoints send. A wrong dtype, shape or value is an error that names the
+tensor. This module names no model.
 """
 
 import re
@@ -16,7 +17,7 @@ from PIL import Image
 from vllm_omni.model_executor.models.diffusers_pipeline.tasks import Parameters
 from vllm_omni.outputs import RequestFailed
 
-# N pictures, T frames, H height, W width, L tokens, D width of an embedding
+# N images, T frames, H height, W width, L tokens, D width of an embedding
 
 _MAX_SIDE = 8192
 _MAX_TOKENS = 8192
@@ -31,9 +32,17 @@ def tensor_arguments(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """text_widths: widths an embedding of text may have (empty = any). dtype: of floating-point arguments.
+    """Convert the tensors of a request.
 
-    Raises `RequestFailed("invalid_request" | "invalid_image", ...)`.
+    Args:
+        tensors: Tensors by name.
+        parameters: Parameters of the pipeline's `__call__`.
+        text_widths: Possible widths of text embeddings; empty accepts any.
+        device: Device of the pipeline.
+        dtype: Dtype of floating-point arguments.
+
+    Raises:
+        RequestFailed: `invalid_request` or `invalid_image`.
     """
     arguments: dict[str, Any] = {}
     pictures: dict[int, Image.Image] = {}
@@ -51,9 +60,7 @@ def tensor_arguments(
             arguments[argument] = _numbers(argument, tensor, text_widths, device, dtype)
     if pictures:
         if not isinstance(arguments.get("image"), Image.Image):
-            raise RequestFailed(
-                "invalid_request", "image_1 is a further picture: send the first one as image [H, W, 3]"
-            )
+            raise RequestFailed("invalid_request", "image_1 is a further image: send the first one as image [H, W, 3]")
         arguments["image"] = [arguments["image"], *(pictures[number] for number in sorted(pictures))]
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         mask = arguments.get(f"{name}_mask")
@@ -64,7 +71,7 @@ def tensor_arguments(
 
 def _known(parameters: Parameters) -> str:
     names = [name for name in parameters if _is_picture(name) or _is_numbers(name)]
-    return f"it takes {', '.join(names)}" if names else "it takes no tensors at all"
+    return f"it takes {', '.join(names)}" if names else "it takes no tensors"
 
 
 def _is_picture(argument: str) -> bool:
@@ -76,7 +83,7 @@ def _is_numbers(argument: str) -> bool:
 
 
 def _pictures(name: str, tensor: torch.Tensor) -> list[Image.Image]:
-    """uint8 [H, W], [H, W, 3] or [N, H, W, 3] -> PIL images."""
+    """Convert uint8 [H, W], [H, W, 3] or [N, H, W, 3] to PIL images."""
     shape = tuple(tensor.shape)
     if tensor.dtype != torch.uint8:
         raise RequestFailed("invalid_image", f"{name} must be uint8, got {str(tensor.dtype).removeprefix('torch.')}")
@@ -93,20 +100,21 @@ def _pictures(name: str, tensor: torch.Tensor) -> list[Image.Image]:
 def _numbers(
     name: str, tensor: torch.Tensor, text_widths: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Embeddings [L, D] or [D], masks [L], latents as they are; a batch of one is put in front of the former two."""
+    """Validate and move embeddings [L, D] or [D], masks [L], or latents.
+
+    Embeddings and masks get a batch dimension of 1.
+    """
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
         raise RequestFailed("invalid_request", f"{name} is empty, shape {shape}")
     if name.endswith("_mask"):
         if tensor.dim() != 1 or tensor.is_floating_point() or bool(((tensor != 0) & (tensor != 1)).any()):
-            raise RequestFailed(
-                "invalid_request", f"{name} must be whole numbers 0 and 1 of shape [tokens], got {shape}"
-            )
+            raise RequestFailed("invalid_request", f"{name} must be integers 0 and 1 of shape [tokens], got {shape}")
         return tensor.to(device=device, dtype=torch.int64).unsqueeze(0)
     if not tensor.is_floating_point():
         raise RequestFailed("invalid_request", f"{name} must be floating point, got {tensor.dtype}")
     if not bool(torch.isfinite(tensor).all()):
-        raise RequestFailed("invalid_request", f"{name} holds NaN or infinity")
+        raise RequestFailed("invalid_request", f"{name} contains NaN or infinity")
     if name.endswith("latents"):
         return tensor.to(device=device, dtype=dtype)
     pooled = "pooled" in name

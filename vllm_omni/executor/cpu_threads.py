@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CpuThreads`: torch's threads on a CPU belong to the lanes, where pipelines run, and not to the engine's own thread.
+"""`CpuThreads`: reserves torch's CPU threads for the worker threads that run pipelines.
 
-OpenMP keeps a pool of workers for every thread that ever ran a parallel region, and GNU's makes all of them sleep
-sooner as soon as there are more threads than processors: each of a pipeline's thousands of small regions then begins by
-waking a worker up. On two cores a tiny pipeline took 1.75 times as long on a lane as in a thread alone.
-Held by tests/executor/test_cpu_threads.py.
+OpenMP has a thread pool for every thread that ever ran a parallel region. As soon as there are more
+threads than processors, GNU's OpenMP shortens the time that all of them spin before they sleep.
+Each of a pipeline's thousands of small parallel regions then starts by waking a thread up. On two
+cores this made a tiny pipeline 1.75 times slower. The engine's own thread therefore has no pool.
 """
 
 import torch
 
 
 class CpuThreads:
-    """Made in the engine's thread before anything large is computed there. On other devices than a CPU does nothing."""
+    """Distributes torch's CPU threads. Does nothing on other devices.
+
+    Create it in the engine's thread before that thread runs any large computation.
+
+    Args:
+        device: Device of the pipeline.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._count = torch.get_num_threads() if device.type == "cpu" else None
@@ -19,6 +25,9 @@ class CpuThreads:
             torch.set_num_threads(1)
 
     def give(self) -> None:
-        """To the calling thread: a lane's when it starts, the engine's when no lane is left. Idempotent."""
+        """Give the CPU threads to the calling thread. Idempotent.
+
+        A worker thread calls it when it starts, the engine's thread when no worker thread is left.
+        """
         if self._count is not None:
             torch.set_num_threads(self._count)

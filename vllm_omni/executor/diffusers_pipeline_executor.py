@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusersPipelineExecutor`: vLLM's executor surface over one diffusers pipeline, in the engine's own process.
+"""`DiffusersPipelineExecutor`: vLLM's executor interface over one diffusers pipeline.
 
-    vllm serve DIR --distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor --config-format omni
+    vllm serve DIR --distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor
+    --config-format omni
 
-There is no worker, no model runner of vLLM, no KV cache and one device. `PipelineWorker` answers vLLM's
-`collective_rpc` calls to workers; features that a pipeline does not have are refused by name.
-Held by tests/executor/test_executor_surface.py and tests/engine/test_diffusers_pipeline.py.
+The pipeline runs in the engine's own process on one device, without vLLM's workers, model runner
+and K/V cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. Features that a
+pipeline does not support are refused by name.
 """
 
 import logging
@@ -59,7 +60,11 @@ class DiffusersPipelineExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """Call a method of the only "worker" there is; a list of one answer. It runs at once, so `timeout` is moot."""
+        """Call a method of the only worker immediately. `timeout` is ignored.
+
+        Returns:
+            A list of one result, or its future if `non_block`.
+        """
         if not non_block:
             return [run_method(self.worker, method, args, kwargs or {})]
         future: Future[list[Any]] = Future()
@@ -78,18 +83,22 @@ class DiffusersPipelineExecutor(Executor):
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: Any, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Never needed: a pooling request has its output from `execute_model`."""
+        """Return an empty output. Pooling requests get their output from `execute_model`."""
         return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None, **options: Any) -> None:
         self.worker.profile(is_start, profile_prefix, **options)
 
     def check_health(self) -> None:
-        """The pipeline runs in this process: whoever can ask gets an answer. Raises RuntimeError after `shutdown`."""
+        """Check that the executor has not been shut down. The pipeline runs in the calling process.
+
+        Raises:
+            RuntimeError: It has been shut down.
+        """
         self.worker.check_health()
 
     def shutdown(self) -> None:
-        """Stop calls at their next step and free the pipeline; idempotent."""
+        """Stop calls at their next step and free the pipeline. Idempotent."""
         self.worker.shutdown()
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
@@ -103,7 +112,7 @@ def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
 
 
 class PipelineWorker:
-    """Methods for `collective_rpc`. Return values are JSON types where clients may call."""
+    """Methods for `collective_rpc`. Methods that clients may call return JSON types."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         end_with_parent()
@@ -111,7 +120,7 @@ class PipelineWorker:
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         self.device = _device(vllm_config)
         dtype = vllm_config.model_config.dtype
-        assert isinstance(dtype, torch.dtype), "vLLM resolves dtype names before it makes an executor"
+        assert isinstance(dtype, torch.dtype), "vLLM resolves dtype names before it creates an executor"
         self._cpu_threads = CpuThreads(self.device)
         host = PipelineHost(
             Path(vllm_config.model_config.model),
@@ -128,17 +137,17 @@ class PipelineWorker:
         self._profiler: Any = None
         self._shut_down = False
 
-    # -- requests ----------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
 
     def request_progress(self) -> dict[str, list[int]]:
-        """`{session id: [steps done, steps in all]}` of the requests in flight or waiting."""
+        """Return `{session id: [steps done, steps in total]}` of requests in flight or waiting."""
         return self.runner.request_progress()
 
     def session_stats(self) -> dict[str, Any]:
-        """As a worker's (`SessionStore.stats`): a pipeline keeps nothing between requests."""
+        """Return statistics like a worker's (`SessionStore.stats`). A pipeline has no sessions."""
         return {"sessions": 0, "max_sessions": 0, "bytes": 0, "max_bytes": None, "chunks": {}}
 
     def engine_processes(self) -> dict[str, Any]:
@@ -150,13 +159,13 @@ class PipelineWorker:
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("plugin",)
 
-    # -- start -------------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return {}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """No cache of vLLM's kind exists here; the engine wants one name all the same."""
+        """Return vLLM's layouts: there is no K/V cache, but the engine requires one name."""
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
         return [layout.name for layout in get_supported_kv_cache_layouts([])]
@@ -164,7 +173,7 @@ class PipelineWorker:
     def set_kv_cache_layout(self, kv_cache_layout: str, cp_kv_cache_interleave_size: int = 1) -> None: ...
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to do. (Data-parallel engines run on their own: no lockstep to keep.)"""
+        """Do nothing. (Data-parallel engines are independent and need no lockstep.)"""
 
     initialize_from_config = update_max_model_len = execute_dummy_batch = _nothing
     get_kv_connector_handshake_metadata = get_simple_cpu_offload_num_cpu_blocks = take_draft_token_ids = _nothing
@@ -174,29 +183,31 @@ class PipelineWorker:
         return 0
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Nothing is compiled and no request is run: a pipeline's inputs are too various to guess one."""
+        """Do nothing: nothing is compiled, and inputs are too diverse for a warm-up."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def supports_draft_weight_updates(self) -> bool:
         return False
 
-    # -- device ------------------------------------------------------------------------------------------------
+    # -- device ------------------------------------------------------------------------------------
 
     def synchronize_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def device_memory(self) -> dict[str, int]:
-        """Bytes in use on the device, and torch's peak since start; {} on a CPU."""
+        """Return the bytes in use on the device and torch's peak since start; empty on a CPU."""
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
         return {"used": total - free, "total": total, "torch_peak": torch.cuda.max_memory_allocated(self.device)}
 
     def sleep(self, level: int = 1) -> dict[str, int]:
-        """Level 1 moves weights to the host (on a CPU: frees nothing), level 2 drops them until `wake_up`.
+        """Free device memory.
 
-        A request at work goes on after level 1; level 2 ends it with an error, if vLLM has not aborted it.
+        Level 1 moves weights to the host (on a CPU it frees nothing); level 2 discards them until
+        `wake_up`. A request in progress continues after level 1. Level 2 fails it, unless vLLM has
+        aborted it.
         """
         if level == 2:
             self.runner.cancel_all(RequestFailed("capacity", "the engine was put to sleep during this request"))
@@ -209,21 +220,31 @@ class PipelineWorker:
             self.runner.host.wake_up()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """`kv_cache` is the only tag vLLM discards by itself, and there is none."""
+        """Refuse to discard weights. vLLM itself only discards `kv_cache`, and there is none."""
         if "weights" in tags:
             raise NotImplementedError("discarding weights: use sleep level 2")
 
     def reload_weights(self, weights_path: str | None = None, **kwargs: Any) -> None:
-        """Load the directory again, or another one of the same pipeline class. Requests at work end with an error."""
+        """Reload the weights, from another directory of the same pipeline class if given.
+
+        Requests in progress fail.
+
+        Args:
+            weights_path: Pipeline directory; None reloads the current one.
+            **kwargs: Other arguments of vLLM. `weights_iterator` is not supported.
+
+        Raises:
+            ValueError: The arguments are not supported.
+        """
         if kwargs.get("weights_iterator") is not None:
-            raise ValueError("reload_weights takes a pipeline directory (weights_path) or nothing, no iterator")
+            raise ValueError("reload_weights accepts a pipeline directory (weights_path) or nothing, not an iterator")
         self.runner.cancel_all(RequestFailed("capacity", "the weights were reloaded during this request"))
         self.runner.host.reload(None if weights_path is None else Path(weights_path))
 
-    # -- adapters ----------------------------------------------------------------------------------------------
+    # -- adapters ----------------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """vLLM's own call: load an adapter under its name; requests then name it in `options.lora`."""
+        """Load an adapter for vLLM's own call. Requests then use its name in `options.lora`."""
         host, source = self.runner.host, LoraSource(path=lora_request.lora_path)
         return host.adapters.add(host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id)
 
@@ -232,14 +253,27 @@ class PipelineWorker:
         return host.adapters.remove_number(host.pipeline, lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Loaded adapters are never evicted."""
+        """Return whether an adapter is loaded. Loaded adapters are never evicted."""
         return lora_id in self.runner.host.adapters.ids
 
     def list_loras(self) -> set[int]:
         return self.runner.host.adapters.ids
 
     def load_lora(self, name: str, path: str, weight_name: str | None = None, scale: float = 1.0) -> bool:
-        """`collective_rpc("load_lora", args=(name, path))`: False if it is loaded already. Raises ValueError."""
+        """Load an adapter. For `collective_rpc("load_lora", args=(name, path))`.
+
+        Args:
+            name: Name of the adapter.
+            path: File or directory.
+            weight_name: Name of the file in a directory.
+            scale: Default strength.
+
+        Returns:
+            False if it is already loaded.
+
+        Raises:
+            ValueError: It cannot be loaded.
+        """
         host = self.runner.host
         return host.adapters.add(host.pipeline, name, LoraSource(path=path, weight_name=weight_name, scale=scale))
 
@@ -250,7 +284,7 @@ class PipelineWorker:
     def loras(self) -> list[str]:
         return self.runner.host.adapters.names
 
-    # -- profiling, health, end --------------------------------------------------------------------------------
+    # -- profiling, health, end --------------------------------------------------------------------
 
     def profile(
         self,
@@ -261,11 +295,15 @@ class PipelineWorker:
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Trace with vLLM's profiler, on the thread the pipeline runs on. Raises RuntimeError if it is not set up."""
+        """Start or stop vLLM's profiler on the thread on which the pipeline runs.
+
+        Raises:
+            RuntimeError: Profiling is not configured.
+        """
         config = self.vllm_config.profiler_config
         if config is None or config.profiler is None:
             raise RuntimeError(
-                "profiling is not set up: start with --profiler-config.profiler=torch "
+                "profiling is not configured: start with --profiler-config.profiler=torch "
                 "--profiler-config.torch_profiler_dir=DIR"
             )
         if self._profiler is None and not is_start:
@@ -275,7 +313,7 @@ class PipelineWorker:
             self._profiler = create_worker_profiler(config, worker_name=name, local_rank=0)
             self.runner.on_turn = self._profiler.step
         if is_start:
-            self._profiler.set_output_name(name)  # an earlier start may have given it another
+            self._profiler.set_output_name(name)  # an earlier session may have set another name
             set_profiler_kwargs(self._profiler, profiler_kwargs)
             self.runner.on_lane(
                 lambda: self._profiler.start(delay_iterations=delay_iterations, max_iterations=max_iterations)
@@ -297,7 +335,10 @@ class PipelineWorker:
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:
-    """The one device of this engine: a data-parallel engine takes the GPU of its local rank, as vLLM's worker does."""
+    """Return the device of this engine.
+
+    As in vLLM's worker, data parallelism selects it by local rank.
+    """
     kind = vllm_config.device_config.device_type
     if kind != "cuda":
         return torch.device(kind)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Lane`: one thread whose work stops at gates, until its owner lets it continue.
+"""`Lane`: a worker thread whose work pauses at defined points until its owner resumes it.
 
-A pipeline's `__call__` cannot be left in the middle, so it runs on a thread of its own; its step callback passes a gate
-and the engine lets it through once per engine step. Exactly one of the two threads runs at any time, so neither needs
-locks. The thread lives as long as the lane (a thread per request would make a new OpenMP team per request). It knows
-no pipelines. Held by tests/executor/test_lane.py.
+A pipeline's `__call__` cannot be suspended, so it runs on a separate thread. Its step callback
+pauses the thread, and the engine resumes it once per engine step. Exactly one of the two threads
+runs at any time, so neither needs locks. The thread exists as long as the lane, because a thread
+per request would create a new OpenMP thread pool per request. This module does not depend on
+pipelines.
 """
 
 import contextlib
@@ -17,13 +18,15 @@ Gate = Callable[[], None]
 
 
 class Cancelled(BaseException):
-    """Raised at the gate where the work waits when it is cancelled; unwinds through `except Exception`."""
+    """Raised at the point where cancelled work is paused. Not caught by `except Exception`."""
 
 
 class Lane(Generic[T]):
-    """All methods are called by one and the same thread, the owner's.
+    """A worker thread that runs step by step. Its owner calls all methods from a single thread.
 
-    on_thread_start: runs first on the lane's thread (to choose a device, say).
+    Args:
+        name: Name of the thread.
+        on_thread_start: Called first on the thread, for example to select a device.
     """
 
     def __init__(self, name: str, on_thread_start: Callable[[], None] = lambda: None) -> None:
@@ -38,17 +41,25 @@ class Lane(Generic[T]):
 
     @property
     def busy(self) -> bool:
-        """Whether work has been started that is not finished."""
+        """Whether work has been started and has not finished."""
         return self._work is not None
 
     def start(self, work: Callable[[Gate], T]) -> None:
-        """Give the lane work; nothing of it runs before `advance`. `work` is called with its gate."""
-        assert self._work is None, "the lane is busy"
+        """Assign work. It starts to run with `advance`.
+
+        Args:
+            work: Function that is called with a function that pauses the thread.
+        """
+        assert self._work is None, "the worker thread is busy"
         self._work = work
 
     def advance(self) -> tuple[bool, T | None]:
-        """Let the work run to its next gate or its end: `(finished, result)`; raises the work's exception."""
-        assert self._work is not None, "the lane has no work"
+        """Run the work until it pauses or ends. Raises the exception of the work.
+
+        Returns:
+            Whether the work has finished, and its result if so.
+        """
+        assert self._work is not None, "the worker thread has no work"
         self._go.release()
         self._stopped.acquire()
         if self._work is not None:
@@ -60,22 +71,27 @@ class Lane(Generic[T]):
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame and, through the work's frames, device memory
+            # its traceback references this frame and, through the work's frames, device memory
+            del error
 
     def cancel(self) -> None:
-        """End the work where it waits; returns when its thread has left it. Without work, does nothing."""
+        """Cancel the paused work and wait until its thread has unwound.
+
+        Does nothing without work.
+        """
         if self._work is None:
             return
         self._cancelling = True
         try:
             with contextlib.suppress(Cancelled):
-                while self._work is not None:  # work that passes further gates while it unwinds is stopped at each
+                # work that pauses again while it unwinds is cancelled again
+                while self._work is not None:
                     self.advance()
         finally:
             self._cancelling = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the lane's thread, whether it is idle or waits at a gate; raises its exception."""
+        """Run a function on the idle or paused thread; raises the function's exception."""
         self._errand = function
         self._go.release()
         self._stopped.acquire()
@@ -84,7 +100,7 @@ class Lane(Generic[T]):
             raise error
 
     def close(self) -> None:
-        """Cancel the work and end the thread; idempotent."""
+        """Cancel the work and end the thread. Idempotent."""
         if self._closing:
             return
         self.cancel()
@@ -106,7 +122,8 @@ class Lane(Generic[T]):
                     raise Cancelled
                 assert self._work is not None
                 self._result = self._work(self._gate)
-            except BaseException as error:  # boundary of the thread: `advance` raises it in the owner's
+            # boundary of the thread: `advance` raises it in the owner's thread
+            except BaseException as error:
                 self._error = error
             self._work = None
             self._stopped.release()
@@ -118,7 +135,7 @@ class Lane(Generic[T]):
             raise Cancelled
 
     def _await_turn(self) -> None:
-        """Wait for the owner; run the errands it sends meanwhile."""
+        """Wait until the owner resumes the thread; run the functions of `call` meanwhile."""
         self._go.acquire()
         while self._errand is not None:
             try:

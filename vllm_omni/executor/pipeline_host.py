@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PipelineHost`: owns one loaded pipeline: where its weights are, which adapters are active, a fresh call object.
+"""`PipelineHost`: owns one loaded pipeline, its weights and its adapters.
 
-It knows no requests and no scheduler. Weights are safetensors; a checkpoint's own code is never run. Held by
-tests/executor/test_pipeline_host.py.
+This module depends neither on requests nor on the scheduler. Weights are safetensors files. Code
+from checkpoints is never executed.
 """
 
 import copy
@@ -29,9 +29,18 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class PipelineHost:
-    """device: where the pipeline runs. dtype: of all components that `options.component_dtypes` leaves out.
+    """A loaded pipeline.
 
-    random_weights: `--load-format dummy`: configs are read, weights are drawn on the device (for measuring).
+    Args:
+        path: Pipeline directory.
+        options: Options of the deployment.
+        device: Device of the pipeline.
+        dtype: Dtype of all components that are not in `options.component_dtypes`.
+        random_weights: Whether to draw random weights on the device instead of loading them. For
+            measurements with `--load-format dummy`.
+
+    Raises:
+        ValueError: The directory or an option is not supported.
     """
 
     def __init__(
@@ -47,14 +56,16 @@ class PipelineHost:
         self.random_weights = random_weights
         if options.offload != "none" and device.type == "cpu":
             raise ValueError(
-                f"omni.model.offload {options.offload!r} needs an accelerator: on a CPU the weights are in host memory "
-                "already; drop the option"
+                f"omni.model.offload {options.offload!r} requires an accelerator: on a CPU the weights are already in "
+                "host memory; remove the option"
             )
         if options.offload != "none":
             try:
                 import accelerate  # noqa: F401
             except ImportError as error:
-                raise ValueError("omni.model.offload needs the package 'accelerate': pip install accelerate") from error
+                raise ValueError(
+                    "omni.model.offload requires the package 'accelerate': pip install accelerate"
+                ) from error
         self.adapters = Adapters(options.loras)
         self._pipeline: Any = None
         self._asleep_level = 0
@@ -62,14 +73,18 @@ class PipelineHost:
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline itself. Raises RuntimeError while its weights are dropped (sleep level 2)."""
+        """The pipeline.
+
+        Raises:
+            RuntimeError: Its weights are discarded (sleep level 2).
+        """
         if self._pipeline is None:
-            raise RuntimeError("the pipeline's weights were dropped by sleep level 2; wake it up first")
+            raise RuntimeError("the pipeline's weights were discarded by sleep level 2; wake it up first")
         return self._pipeline
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters and buffers, wherever they are."""
+        """Bytes of all parameters and buffers on all devices."""
         if self._pipeline is None:
             return 0
         modules = [part for part in self._pipeline.components.values() if isinstance(part, torch.nn.Module)]
@@ -77,7 +92,11 @@ class PipelineHost:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def load(self) -> None:
-        """Load the components and put them where the options say; adapters of the deployment's table come along."""
+        """Load the components to the devices that the options define, with the configured adapters.
+
+        Raises:
+            ValueError: The directory or an option is not supported.
+        """
         import diffusers
 
         options, started_s = self.options, time.perf_counter()
@@ -91,7 +110,7 @@ class PipelineHost:
         dtypes = {name: getattr(torch, dtype) for name, dtype in options.component_dtypes.items()}
         random: dict[str, Any] = {}
         if self.random_weights:
-            # With offloading, weights belong on the host until a hook fetches them.
+            # With offloading, weights stay on the host until a hook moves them.
             place = self.device if options.offload == "none" else torch.device("cpu")
             random = random_components(self.path, index, options.without, dtypes, self.dtype, place)
         else:
@@ -116,7 +135,7 @@ class PipelineHost:
             pipeline.enable_sequential_cpu_offload(device=self.device)
         self._pipeline = pipeline
         logger.info(
-            "%s of %.2f GiB is on %s (offload: %s) after %.1f s",
+            "%s of %.2f GiB loaded on %s (offload: %s) in %.1f s",
             class_name,
             self.nbytes / 2**30,
             self.device,
@@ -125,11 +144,18 @@ class PipelineHost:
         )
 
     def reload(self, path: Path | None = None) -> None:
-        """Load again, from another directory of the same pipeline class if `path` is given. Raises ValueError."""
+        """Load the pipeline again.
+
+        Args:
+            path: Another directory of the same pipeline class; None is the current one.
+
+        Raises:
+            ValueError: The class differs, or the directory is not supported.
+        """
         if path is not None:
             other = PipelineIndex.read(path).class_name
             if other != PipelineIndex.read(self.path).class_name:
-                raise ValueError(f"{path} holds a {other}, not the class that is served")
+                raise ValueError(f"{path} contains a {other}, not the pipeline class that is served")
             self.path = path
         self._pipeline = None
         gc.collect()
@@ -137,7 +163,7 @@ class PipelineHost:
         self._asleep_level = 0
 
     def close(self) -> None:
-        """Free the weights; idempotent."""
+        """Free the weights. Idempotent."""
         self._pipeline = None
         gc.collect()
         if self.device.type == "cuda":
@@ -158,10 +184,11 @@ class PipelineHost:
             denoiser.set_attention_backend(self.options.attention_backend)
 
     def call_object(self) -> Any:
-        """A pipeline to call once: the loaded modules with call state and scheduler of its own.
+        """Return a pipeline for one call: the loaded modules with a separate state and scheduler.
 
-        Calls may then be interleaved step by step, and one that is given up leaves nothing behind. Offloading keeps
-        hooks on the pipeline object itself, so there it is that object with a fresh scheduler.
+        Calls can therefore be interleaved step by step, and an abandoned call has no effect on
+        others. Offloading stores hooks on the pipeline object, so with offloading the pipeline
+        itself is returned, with a new scheduler.
         """
         pristine = self.pipeline
         pipeline = copy.copy(pristine) if self.options.offload == "none" else pristine
@@ -170,25 +197,36 @@ class PipelineHost:
         return pipeline
 
     def after_abandoned_call(self) -> None:
-        """Bring offloaded weights back to the host after a call that did not reach its own end."""
+        """Move offloaded weights back to the host after a call that did not run to its end."""
         if self.options.offload == "model" and self._pipeline is not None:
             self._pipeline.maybe_free_model_hooks()
 
     def generators(self, seed: int, count: int) -> Any:
-        """The noise sources of one call: seeded `seed`, `seed + 1`, ... (one alone is no list)."""
+        """Return the noise generators of a call with seeds `seed`, `seed + 1`, and so on.
+
+        Returns:
+            A list, or a single generator if `count` is 1.
+        """
         sources = [torch.Generator(self.device).manual_seed(nth_seed(seed, number)) for number in range(count)]
         return sources[0] if count == 1 else sources
 
-    # -- sleep -------------------------------------------------------------------------------------------------
+    # -- sleep -------------------------------------------------------------------------------------
 
     @property
     def asleep(self) -> bool:
         return self._asleep_level > 0
 
     def sleep(self, level: int) -> dict[str, int]:
-        """Level 1: weights move to the host. Level 2: they are dropped, and read from disk again on waking.
+        """Free device memory.
 
-        Returns the bytes freed on the device. On a CPU level 1 frees nothing: the weights are on the host already.
+        Args:
+            level: 1 moves weights to the host. 2 discards them; `wake_up` loads them from disk.
+
+        Returns:
+            Bytes freed on the device under the key `freed`. On a CPU level 1 frees nothing.
+
+        Raises:
+            ValueError: The level is invalid.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2, got {level}")
@@ -204,7 +242,7 @@ class PipelineHost:
         return {"freed": before - self._device_bytes()}
 
     def wake_up(self) -> None:
-        """Undo `sleep`; idempotent."""
+        """Undo `sleep`. Idempotent."""
         if self._asleep_level == 2:
             self.load()
         elif self._asleep_level == 1 and self.options.offload == "none":

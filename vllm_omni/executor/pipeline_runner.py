@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PipelineRunner`: runs the requests the scheduler picked, one denoise step each per engine step.
+"""`PipelineRunner`: runs scheduled requests, one denoise step of each per engine step.
 
-It only sequences its parts: requests (`RequestStates`), the pipeline (`PipelineHost`), one `Lane` for each request that
-may be at work at once (`omni.model.interleave`, one by default; the others wait in the scheduler's order). A request's
-turns: encoding and its first step, one turn for each further step, decoding. Between turns its thread waits at a gate,
-so an abort takes effect before the next step.
+It sequences its parts: requests (`RequestStates`), the pipeline (`PipelineHost`), and one worker
+thread (`Lane`) for each request that may run at once (`omni.model.interleave`, by default one;
+other requests wait in the scheduler's order). In its first engine step a request runs its encoding
+and first denoise step, then one step each, and finally its decode. Between engine steps its thread
+is paused, so an abort takes effect before the next step.
 
 Invariants (tests/executor/):
-- the result equals that of calling the pipeline directly, bit for bit, whatever else is served;
-- a request that fails or is aborted costs only itself; an error of the device itself ends the engine;
-- nothing of a finished, failed or aborted request stays on the device.
+- The result is bit-identical to calling the pipeline directly, whatever else is served.
+- A request that fails or is aborted affects only itself. An error of the device ends the engine.
+- A finished, failed or aborted request leaves no memory allocated on the device.
 """
 
 import logging
@@ -43,20 +44,30 @@ _PRIVATE = re.compile(r"0x[0-9a-fA-F]+|(^|\s|['\"(])/\w|tensor\(|\bat \w+:\d+")
 
 @dataclass(eq=False)
 class RunningCall:
-    """One request at work. step: steps done; num_steps: as the pipeline says once it knows."""
+    """A request that is running."""
 
     call: PipelineCall
+    """The validated request."""
     lora: Selection
+    """Its LoRA adapters."""
     lane: Lane[Result]
+    """Its worker thread."""
     step: int = 0
+    """Steps done."""
     num_steps: int = 0
+    """Steps in total, as reported by the pipeline once it is known."""
     turn_ms: list[float] = field(default_factory=list)
+    """Duration of each of its engine steps in milliseconds."""
 
 
 class PipelineRunner:
-    """All methods are called from one thread. step_at_a_time: False = a whole request per engine step.
+    """Runs the requests of one pipeline. All methods are called from one thread.
 
-    on_lane_start: called first on the thread of every lane.
+    Args:
+        host: The pipeline.
+        step_at_a_time: Whether an engine step runs one denoise step. If false, it runs a whole
+            request.
+        on_lane_start: Called first on every worker thread.
     """
 
     def __init__(
@@ -72,17 +83,18 @@ class PipelineRunner:
             Lane(f"pipeline-{number}", self._start_lane) for number in range(host.options.interleave)
         ]
         self.on_turn: Callable[[], None] = lambda: None
-        """Called after each step, on the lane's thread (a profiler counts them there)."""
+        """Called after each step on the worker thread, for example by a profiler that counts
+        steps."""
 
     def _start_lane(self) -> None:
         self._on_lane_start()
         if self.host.device.type == "cuda":
             torch.cuda.set_device(self.host.device)
 
-    # -- the engine step ---------------------------------------------------------------------------------------
+    # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One turn for each scheduled request that has a lane or gets one."""
+        """Run one step of each scheduled request that has a worker thread or gets one."""
         for request_id in scheduler_output.finished_req_ids:
             self._drop(request_id)
         for data in scheduler_output.scheduled_new_reqs:
@@ -98,7 +110,7 @@ class PipelineRunner:
         )
 
     def _turn(self, state: RequestState) -> torch.Tensor | None:
-        """The request's envelope if it is finished or has failed, else None."""
+        """Return the envelope of a request that has finished or failed, else None."""
         try:
             if state.failure is not None:
                 raise state.failure
@@ -123,7 +135,7 @@ class PipelineRunner:
             return pack_error(failure.code, failure.message)
 
     def _admit(self, state: RequestState) -> bool:
-        """Check the request and give it a lane; False if all are taken."""
+        """Validate a request and assign a worker thread. Returns False if none is free."""
         lane = next((lane for lane in self._lanes if not lane.busy), None)
         if lane is None:
             return False
@@ -158,12 +170,13 @@ class PipelineRunner:
             meta["lora"] = dict(running.lora)
         first, *later = running.turn_ms
         total_ms = round((time.perf_counter() - state.started_s) * 1e3, 3)
-        # The pipeline's own loop separates neither encoding from the first step nor, without steps, anything.
+        # The pipeline does not separate encoding from the first step. Without a step callback, all
+        # is one.
         stages = {"encode_and_first_step": [first], "steps": later[:-1], "decode": later[-1:]}
         return pack({**meta, "timings_ms": {**stages, "total": [total_ms]}}, tensors)
 
     def _run(self, running: RunningCall, gate: Gate) -> Result:
-        """On the lane's thread: the pipeline call from beginning to end."""
+        """Run the whole pipeline call. Executed on the worker thread."""
         call, video = running.call, self.facts.video
         pipeline = self.host.call_object()
         arguments = dict(call.arguments)
@@ -196,10 +209,10 @@ class PipelineRunner:
             torch.cuda.synchronize(self.host.device)
         return meta, tensors
 
-    # -- ends --------------------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def _drop(self, request_id: str) -> None:
-        """The scheduler has finished or aborted this request: let go of everything; idempotent."""
+        """Release a request that the scheduler has finished or aborted. Idempotent."""
         self.requests.pop(request_id, None)
         if request_id in self._running:
             self._release(request_id)
@@ -209,11 +222,11 @@ class PipelineRunner:
         running = self._running.pop(request_id)
         try:
             running.lane.cancel()
-        except Exception:  # boundary: a pipeline's clean-up code may fail like anything else
-            logger.exception("the pipeline failed while it was stopped")
+        except Exception:  # boundary: cleanup code of a pipeline may fail
+            logger.exception("the pipeline failed while its call was cancelled")
 
     def cancel_all(self, failure: RequestFailed) -> None:
-        """Stop every call; requests that the scheduler still runs get `failure` as their answer."""
+        """Cancel every call. Requests that the scheduler still runs fail with `failure`."""
         for request_id in list(self._running):
             self._release(request_id)
             state = self.requests.get(request_id)
@@ -226,7 +239,7 @@ class PipelineRunner:
             lane.close()
 
     def request_progress(self) -> dict[str, list[int]]:
-        """`{session id: [steps done, steps in all]}` of all unfinished requests; a waiting one has done 0."""
+        """Return `{session id: [steps done, steps in total]}` of all unfinished requests."""
         progress = {}
         for state in self.requests.values():
             if state.params is not None and state.failure is None and not state.is_session_operation:
@@ -236,12 +249,12 @@ class PipelineRunner:
         return progress
 
     def on_lane(self, function: Callable[[], None]) -> None:
-        """Run a function on the first lane's thread: where requests run, unless several are interleaved."""
+        """Run a function on the first worker thread, the only one without interleaving."""
         self._lanes[0].call(function)
 
 
 class _Pace:
-    """Keeps the host at most one step ahead of the device: an abort must not find all steps launched already."""
+    """Limits the host to one step ahead of the device, so that aborts take effect within a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -259,15 +272,16 @@ class _Pace:
 def _session_operation(state: RequestState) -> dict[str, Any]:
     assert state.params is not None
     if state.params.op == "fork":
-        raise RequestFailed("invalid_request", "a diffusers pipeline keeps no sessions, so there is nothing to fork")
+        raise RequestFailed("invalid_request", "a diffusers pipeline has no sessions, so nothing can be forked")
     return {"op": state.params.op, "session_id": state.params.session_id, "existed": False}
 
 
 def _as_failure(error: Exception, *, started: bool) -> RequestFailed:
-    """The error for the client. Re-raises errors after which the device is unusable: they end the engine.
+    """Convert an exception to the error for the client.
 
-    A pipeline checks its arguments before its first step and raises ValueError or TypeError; the text is passed on if
-    it is short and shows no path, address or tensor.
+    Errors after which the device is unusable are raised again; they end the engine. A pipeline
+    validates its arguments before its first step and raises ValueError or TypeError. The client
+    gets their text if it is short and contains no path, address or tensor.
     """
     if isinstance(error, RequestFailed):
         return error

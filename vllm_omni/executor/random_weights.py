@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of a pipeline directory with random weights, drawn where they will run; only configs are read.
+"""Components of a pipeline directory with random weights, drawn on their device.
 
-For `--load-format dummy`: speed at real sizes without the weights. 20 billion parameters take seconds on a GPU, since
-nothing is initialised on the host. The values depend on the component's name only. Held by
-tests/executor/test_pipeline_host.py.
+Only configs are read.
+
+Used for `--load-format dummy`, to measure real sizes without weights. 20 billion parameters take
+seconds on a GPU, because nothing is initialised on the host. The values depend only on the name of
+the component.
 """
 
 import importlib
@@ -28,7 +30,19 @@ def random_components(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, nn.Module]:
-    """Every model component of the index that is not left out. Raises ValueError for a library it cannot build from."""
+    """Return the model components of a pipeline with random weights.
+
+    Args:
+        path: Pipeline directory.
+        index: Its components.
+        without: Components to omit.
+        dtypes: Dtypes of individual components.
+        dtype: Dtype of the other components.
+        device: Device of the weights.
+
+    Raises:
+        ValueError: The library of a component is not supported.
+    """
     return {
         name: _random(path / name, library, class_name, dtypes.get(name, dtype), device)
         for name, (library, class_name) in index.components.items()
@@ -42,14 +56,14 @@ def _random(folder: Path, library: str, class_name: str, dtype: torch.dtype, dev
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"component {folder.name!r} of library {library!r} cannot have random weights")
     model_class = getattr(importlib.import_module(library), class_name)
-    # Parameters become meta tensors as they are made; tables that a constructor computes stay real.
+    # Parameters are created as meta tensors; tables that a constructor computes stay real.
     with init_empty_weights(include_buffers=False):
         if library == "diffusers":
             model: Any = model_class.from_config(model_class.load_config(folder))
         else:
             model = model_class(model_class.config_class.from_pretrained(folder))
     generator = torch.Generator(device).manual_seed(zlib.crc32(folder.name.encode()))
-    drawn: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    drawn: dict[int, nn.Parameter] = {}  # by id, so that tied parameters stay tied
     in_float32 = _kept_in_float32(model_class, library, dtype)
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -63,7 +77,8 @@ def _random(folder: Path, library: str, class_name: str, dtype: torch.dtype, dev
                 drawn[id(parameter)] = nn.Parameter(data, requires_grad=False)
             module.register_parameter(name, drawn[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
-            # As `from_pretrained` has them: a buffer that is not saved keeps the dtype it was computed in.
+            # As in `from_pretrained`: a buffer that is not saved keeps the dtype it was computed
+            # in.
             persistent = name not in module._non_persistent_buffers_set
             wanted = dtype if persistent and buffer.is_floating_point() else buffer.dtype
             module.register_buffer(name, buffer.to(device=device, dtype=wanted), persistent=persistent)
@@ -71,11 +86,11 @@ def _random(folder: Path, library: str, class_name: str, dtype: torch.dtype, dev
 
 
 def _kept_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set[str]:
-    """Parts that the model's class keeps in float32 when it is loaded in another dtype."""
+    """Return the modules that the model's class keeps in float32 when loaded in another dtype."""
     names = _names(model_class, "_keep_in_fp32_modules") if library == "diffusers" or dtype == torch.float16 else set()
     return names | _names(model_class, "_keep_in_fp32_modules_strict")
 
 
 def _names(model_class: Any, name: str) -> set[str]:
-    """A class attribute that holds names; not every model class has it."""
+    """Return a class attribute that holds names; empty if the class does not have it."""
     return set(getattr(model_class, name, None) or ())

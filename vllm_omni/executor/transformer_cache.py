@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching in a pipeline of diffusers, by its own first-block cache: for one call, in the transformers that it has.
+"""Step caching with diffusers' first-block cache, for one call of a pipeline.
 
-A forward computes the first block; where its result has changed little since the last whole forward (diffusers'
-`FirstBlockCacheConfig`), the other blocks' share of that one is added again. So a step whose forwards are cached still
-costs a block of each. Held by tests/executor/test_transformer_cache.py.
+A forward pass computes the first block. If its result has changed little since the last full
+forward pass (diffusers' `FirstBlockCacheConfig`), the contribution of the other blocks in that pass
+is reused. A cached forward pass therefore still costs one block.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +19,20 @@ _DENOISERS = ("transformer", "transformer_2")
 
 @contextmanager
 def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Cache within the block. threshold: of the change that is bridged; None = nothing is cached.
+    """Context in which the transformers of a pipeline cache their steps.
 
-    Yields a function that returns a result's entry: the threshold, and the share of forwards that were computed whole.
-    Raises `RequestFailed("invalid_request", ...)` for a pipeline that diffusers can not cache.
+    Args:
+        pipeline: The pipeline.
+        threshold: Relative change of the first block below which the cache is used; None disables
+            it.
+
+    Yields:
+        A function that returns metadata for the result: the threshold, and the share of forward
+            passes
+        that were computed in full.
+
+    Raises:
+        RequestFailed: `invalid_request`: diffusers has no cache for this pipeline.
     """
     if threshold is None:
         yield dict
@@ -50,7 +60,7 @@ def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[]
 
 
 class _Forwards:
-    """Counts a transformer's forwards, and those that reach the last block's first layer."""
+    """Counts the forward passes of a transformer, in total and up to the last block."""
 
     def __init__(self, denoiser: nn.Module, after: ExitStack) -> None:
         self.begun = self.whole = 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several stock vLLM engines behind one request: stages, bounded queues between them, handling of a dead engine.
+"""Compositions of several stock vLLM engines that serve one request.
 
-See docs/architecture/composition.md. Nothing here names a model; a family's folder holds its own composition.
+The package contains stages, bounded queues between them, and the handling of a dead engine. See
+docs/architecture/composition.md. It names no model; the composition of a family is in its folder.
 """

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_flow`: concurrent steps of one request, a bounded stream of events to one reader.
+"""`run_flow`: runs steps of a request concurrently, with a bounded queue of their events.
 
-A step is a coroutine function that takes `emit`. All steps run at once; `emit` waits while the reader is `max_pending`
-events behind, and so does every step behind it. The first step that raises cancels the others and its exception
-reaches the reader, after the events emitted before it. A reader that stops early cancels every step and waits until
-they have cleaned up.
-Why not `asyncio.TaskGroup` alone: it runs and cancels the steps, but has no bounded stream to a
-reader who may stop early.
-Held by tests/pipeline/test_flow.py.
+A step is a coroutine function that takes `emit`. All steps run concurrently. `emit` waits while
+`max_pending` events have not been read, which in turn delays later steps. The first step that
+raises cancels the others, and its exception reaches the reader after the events emitted before it.
+A reader that stops early cancels every step and waits until they have cleaned up.
 """
 
 import asyncio
@@ -21,11 +18,16 @@ Step = Callable[[Emit], Awaitable[None]]
 
 
 class _End:
-    """Put behind the last event."""
+    """Marks the end of the queue."""
 
 
 async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[Any, None]:
-    """Yield the steps' items, in order of emission, until all have returned."""
+    """Run the steps concurrently and yield their events in order of emission.
+
+    Args:
+        steps: Coroutine functions.
+        max_pending: Maximum number of events that have not been read.
+    """
     queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=max_pending)
 
     async def supervise() -> None:
@@ -37,7 +39,8 @@ async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[An
             raise _first(raised) from raised
         finally:
             with contextlib.suppress(asyncio.QueueFull):
-                queue.put_nowait(_End)  # a full queue needs no wake-up: the reader sees that the task is done
+                # not needed if the queue is full: the reader checks the task
+                queue.put_nowait(_End)
 
     task = asyncio.create_task(supervise())
     try:
@@ -57,7 +60,7 @@ async def _call(step: Step, emit: Emit) -> None:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that came first; its cancellation caused the others."""
+    """Return the first exception, which caused the cancellation of the other steps."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

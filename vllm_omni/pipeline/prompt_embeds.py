@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states of one engine as the text condition of a diffusion request in another, as tensors all the way.
+"""Hidden states of one engine as the text embeddings of a diffusion request to another engine.
 
-The text encoder of many image models is a language model (Qwen-Image: Qwen2.5-VL). Served on the AR worker it shares
-its weights and batches with chat traffic; its states reach the diffusion engine as the bytes of an envelope, never as
-JSON. Held by tests/pipeline/test_encoded_prompts.py.
+The text encoder of many image models is a language model (for example Qwen2.5-VL for Qwen-Image).
+Served by the AR worker, it shares its weights and batches with chat requests. Its hidden states
+reach the diffusion engine as the bytes of an envelope, never as JSON.
 """
 
 from typing import Any
@@ -16,9 +16,12 @@ from vllm_omni.pipeline.stage import Stage
 
 
 def prompt_states_params(layer: int = FINAL) -> SamplingParams:
-    """Sampling parameters of a request that only wants the hidden states of its prompt.
+    """Return sampling parameters of a request for the hidden states of its prompt.
 
-    One token is sampled, as vLLM asks for at least one, and dropped.
+    One token is sampled and discarded, because vLLM requires at least one.
+
+    Args:
+        layer: Index of the layer.
     """
     extra = HiddenStatesRequest(hidden_states="all", layers=(layer,)).to_extra_args()
     return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
@@ -27,14 +30,24 @@ def prompt_states_params(layer: int = FINAL) -> SamplingParams:
 def prompt_embeds_tensors(
     states: HiddenStates, *, layer: int = FINAL, drop_first: int = 0, prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """Return `{"prompt_embeds": [L, D], "prompt_embeds_mask": bool [L]}` for `DiffusionParams.to_pooling_params`.
+    """Return text embeddings as tensors for `DiffusionParams.to_pooling_params`.
 
-    drop_first: rows of a fixed template in front that the image model was not trained with. prefix: "negative_" for the
-    other prompt. Raises ValueError if nothing is left.
+    Args:
+        states: Hidden states of a prompt.
+        layer: Index of the layer.
+        drop_first: Number of leading tokens to drop: a fixed template that the image model was not
+            trained with.
+        prefix: Prefix of the keys, `"negative_"` for the negative prompt.
+
+    Returns:
+        `{"prompt_embeds": [L, D], "prompt_embeds_mask": bool [L]}`.
+
+    Raises:
+        ValueError: No token is left.
     """
     rows = states[layer][drop_first:]
     if not len(rows):
-        raise ValueError(f"drop_first={drop_first} leaves nothing of {states.num_rows} rows")
+        raise ValueError(f"drop_first={drop_first} leaves none of {states.num_rows} tokens")
     mask = torch.ones(len(rows), dtype=torch.bool)
     return {f"{prefix}prompt_embeds": rows.contiguous(), f"{prefix}prompt_embeds_mask": mask}
 
@@ -42,7 +55,19 @@ def prompt_embeds_tensors(
 async def encode_prompt(
     stage: Stage, prompt: Any, request_id: str, *, layer: int = FINAL, drop_first: int = 0, prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """Run `prompt` through an AR stage and return its states as named tensors of a diffusion request."""
+    """Run a prompt through an AR stage and return the text embeddings of a diffusion request.
+
+    Args:
+        stage: The language model.
+        prompt: Prompt of vLLM.
+        request_id: Id of the AR request.
+        layer: As for `prompt_embeds_tensors`.
+        drop_first: As for `prompt_embeds_tensors`.
+        prefix: As for `prompt_embeds_tensors`.
+
+    Raises:
+        RuntimeError: The stage returned no hidden states.
+    """
     parts: list[HiddenStates | None] = []
     async for output in stage.generate(prompt, prompt_states_params(layer), request_id):
         parts.append(hidden_states_of(output))

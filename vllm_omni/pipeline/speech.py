@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeechModel`: the contract between the speech routes and a model that speaks, and the events that it yields.
+"""`SpeechModel`: interface between the speech endpoints and a model that speaks, and its events.
 
-A family that speaks starts its engines beside the server's (`ModelFamily.start_speech`); the routes
-(`entrypoints/speech`) know only this. Knows neither a model nor HTTP. Held by
-tests/entrypoints/speech/test_speech_routes.py and test_speech_served.py.
+A family that speaks starts its engines next to the server's (`ModelFamily.start_speech`). The
+endpoints (`entrypoints/speech`) depend only on this interface. It depends neither on a model nor on
+HTTP.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -19,41 +19,52 @@ from vllm_omni.pipeline.stage import Stage
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of the reply. `output` is the language model's stock output (finish reason, token ids)."""
+    """New text of the reply."""
 
     text: str
+    """The new text."""
     output: RequestOutput
+    """Stock output of the language model (finish reason, token ids)."""
 
 
 @dataclass(frozen=True)
 class AudioChunk:
-    """The next piece of sound: fp32 [S] in [-1, 1]."""
+    """The next part of the sound."""
 
     samples: torch.Tensor
+    """fp32 [S] in [-1, 1]."""
     sample_rate: int
+    """Sample rate in Hertz."""
 
 
 class SpeechModel(Protocol):
-    """Several engines that answer in text and speech.
+    """Several engines that reply with text and speech.
 
-    `respond` and `read_aloud` raise `RequestFailed`, `StageDied`, or vLLM's own client errors; closing their generator
-    or cancelling its reader aborts the request in every stage. voice: None or "" = the model's default. seed: of all
-    that is sampled for the sound; None = any.
+    `respond` and `read_aloud` raise `RequestFailed`, `StageDied`, or vLLM's own client errors.
+    Closing their generator or cancelling its reader aborts the request in every stage.
     """
 
     @property
     def sample_rate(self) -> int:
-        """Hertz, of every `AudioChunk`."""
+        """Sample rate of every `AudioChunk` in Hertz."""
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """All engines; `Stage.shutdown` stops those that were started beside the server's."""
+        """All engines. `Stage.shutdown` stops an engine that was started next to the server's."""
 
     def check_voice(self, voice: str | None) -> None:
-        """Raise `RequestFailed("invalid_request", ...)` that lists the voices, unless the model has this one."""
+        """Check that the model has a voice.
+
+        Raises:
+            RequestFailed: `invalid_request`; the message lists the voices.
+        """
 
     def check_alive(self) -> None:
-        """Raise `StageDied` naming the first dead stage."""
+        """Check that all engines are alive.
+
+        Raises:
+            StageDied: For the first dead stage.
+        """
 
     def respond(
         self,
@@ -64,7 +75,15 @@ class SpeechModel(Protocol):
         voice: str | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
-        """Answer a rendered prompt: text while it is thought, sound while it is spoken."""
+        """Reply to a rendered prompt; text and sound are yielded as they are generated.
+
+        Args:
+            engine_input: The prompt.
+            params: Sampling parameters of the text.
+            request_id: Id of the request.
+            voice: Name of the voice; None or "" is the model's default.
+            seed: Seed of everything that is sampled for the sound; None is any.
+        """
 
     def read_aloud(
         self,
@@ -77,5 +96,10 @@ class SpeechModel(Protocol):
     ) -> AsyncGenerator[AudioChunk, None]:
         """Speak a given reply, word for word.
 
-        prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends the turn.
+        Args:
+            prompt_ids: Tokens of the conversation up to the reply.
+            text_ids: Tokens of the reply, including the one that ends it.
+            request_id: Id of the request.
+            voice: As for `respond`.
+            seed: As for `respond`.
         """

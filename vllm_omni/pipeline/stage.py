@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Stage`: one engine of a composition, with a name that its errors carry.
+"""`Stage`: one engine of a composition, with a name that its errors include.
 
-Every request ends in exactly one way: its last output, a `RequestFailed`, or `StageDied`. Whoever stops reading
-early, by cancellation or by closing the generator, aborts the request in the engine. Held by tests/pipeline/.
+Every request ends in exactly one way: its last output, a `RequestFailed`, or `StageDied`. A reader
+that stops early, by cancellation or by closing the generator, aborts the request in the engine.
 """
 
 import asyncio
@@ -25,7 +25,10 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class StageDied(Exception):
-    """An engine of a composition is dead; requests that need it fail until the server is started again."""
+    """An engine of a composition is dead.
+
+    Requests that need it fail until the server is restarted.
+    """
 
     def __init__(self, stage: str) -> None:
         super().__init__(f"the engine of stage {stage!r} has died; restart the server")
@@ -33,7 +36,13 @@ class StageDied(Exception):
 
 
 class Stage:
-    """engine: any vLLM `EngineClient` (`AsyncLLM`); owned by whoever made it unless `owned`."""
+    """One engine of a composition.
+
+    Args:
+        name: Name for errors and traces.
+        engine: Any vLLM `EngineClient`, for example `AsyncLLM`.
+        owned: Whether `shutdown` stops the engine.
+    """
 
     def __init__(self, name: str, engine: EngineClient, *, owned: bool = True) -> None:
         self.name = name
@@ -51,7 +60,18 @@ class Stage:
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run an autoregressive request; yields stock outputs."""
+        """Run an autoregressive request and yield stock outputs.
+
+        Args:
+            prompt: Prompt of vLLM.
+            params: Sampling parameters.
+            request_id: Id of the request.
+
+        Raises:
+            StageDied: The engine has died.
+            RequestFailed: `capacity`: the engine accepts no requests.
+            RuntimeError: The engine failed on this request.
+        """
         finished = False
         span = trace_context.begin(self.name)
         trace = await self._below(span)
@@ -77,7 +97,21 @@ class Stage:
     async def encode(
         self, params: DiffusionParams, tensors: Mapping[str, torch.Tensor], request_id: str
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Run a diffusion request to its end; returns `(meta, tensors)`. Raises the envelope's `RequestFailed`."""
+        """Run a diffusion request.
+
+        Args:
+            params: Parameters of the request.
+            tensors: Input tensors by name.
+            request_id: Id of the request.
+
+        Returns:
+            Metadata and tensors of the result.
+
+        Raises:
+            StageDied: The engine has died.
+            RequestFailed: The request failed, or the engine accepts no requests (`capacity`).
+            RuntimeError: The engine failed on this request.
+        """
         last: PoolingRequestOutput[Any] | None = None
         span = trace_context.begin(self.name)
         trace = await self._below(span)
@@ -101,17 +135,17 @@ class Stage:
         return unpack(last.outputs.data)
 
     async def _below(self, span: trace_context.Span) -> dict[str, Any]:
-        """Arguments that make the engine, if it traces, open its own span below this one."""
+        """Return the arguments that make a tracing engine create its span as a child of `span`."""
         if span.headers is None or not await self.engine.is_tracing_enabled():
             return {}
         return {"trace_headers": span.headers}
 
     def _no_room(self) -> RequestFailed:
-        """Paused, or its queue is full."""
+        """Return the error of an engine that is paused or has a full queue."""
         return RequestFailed("capacity", f"stage {self.name!r} takes no requests now; try again later")
 
     async def _abort(self, request_id: str) -> None:
-        """Tell the engine, also while this task is being cancelled."""
+        """Abort a request in the engine, even while this task is being cancelled."""
         if self.is_dead:
             return
         try:
@@ -120,7 +154,7 @@ class Stage:
             logger.warning("stage %r died before request %s could be aborted", self.name, request_id)
 
     def shutdown(self) -> None:
-        """Stop the engine with everything it started; idempotent."""
+        """Stop the engine and everything it started. Idempotent."""
         if self._owned:
             self._owned = False
             self.engine.shutdown()

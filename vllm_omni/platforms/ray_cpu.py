@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU platform with a Ray resource to count workers by; see `vllm_omni.platforms`."""
+"""vLLM's CPU platform with a Ray resource; see `vllm_omni.platforms`."""
 
 from vllm.platforms.cpu import CpuPlatform
 
 
 class RayCpuPlatform(CpuPlatform):
-    """One unit of Ray's `GPU` resource = one worker. `ray start --num-gpus N` makes N units without any GPU.
+    """CPU platform on which one unit of Ray's `GPU` resource is one worker.
 
-    It must be `GPU`: vLLM asks Ray which units an actor got, and Ray answers that for accelerators it knows only.
+    `ray start --num-gpus N` creates N units without any GPU. The resource must be `GPU`, because
+    vLLM queries Ray for the units of an actor, and Ray reports them only for known accelerators.
     """
 
     ray_device_key = "GPU"

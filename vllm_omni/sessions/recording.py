@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of sessions: each chunk's complete request, and a digest of its frames.
+"""Recordings of sessions: the complete request of each chunk, and a digest of its frames.
 
-A file is a magic line, then records: a length (8 bytes, little endian) and an envelope of `outputs.py`. The first
-record says which model and options it is of; each further one holds a chunk's request (its parameters, its arrays) and
-its outcome: the chunk's number and digest, or `None` for a chunk that was cancelled. That one may have been finished
-all the same, which shows in the number of the next one. A file that ends within a record (the server died) is good up
-to that point. Knows no engine and no sockets. Held by tests/test_recording.py.
+A file has a magic line and then records: a length (8 bytes, little endian) and an envelope of
+`outputs.py`. The first record names model and options. Every other record holds the request of a
+chunk (parameters and arrays) and its outcome: the index and digest of the chunk, or `None` if the
+request was cancelled. A cancelled chunk may have been committed nevertheless, which the index of
+the next chunk shows. A file that ends within a record (because the server died) is valid up to that
+record. This module depends neither on the engine nor on sockets.
 """
 
 import hashlib
@@ -27,53 +28,72 @@ _MAX_RECORD_BYTES: Final = 1 << 30
 
 
 class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The flags of vLLM's that bring `--enable-lora`. lora_dtype: as torch names it."""
+    """vLLM's arguments for LoRA, if the server had `--enable-lora`."""
 
     max_loras: int
+    """`--max-loras`."""
     max_lora_rank: int
+    """`--max-lora-rank`."""
     max_cpu_loras: int | None
+    """`--max-cpu-loras`."""
     lora_dtype: str
+    """`--lora-dtype` as torch names it."""
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """model: the directory that was served. additional_config: vLLM's option as it was. dtype: the model's.
-
-    quantization, kv_cache_dtype: as vLLM's flags. lora: None = without `--enable-lora`.
-    """
+    """Model and options of a recording."""
 
     package_version: str
+    """Version of this package that wrote the recording."""
     family: str
+    """Model family."""
     model: str
+    """Checkpoint directory."""
     additional_config: dict[str, Any]
+    """vLLM's `--additional-config`, unchanged."""
     dtype: str
+    """Dtype of the model."""
     enforce_eager: bool
+    """vLLM's `--enforce-eager`."""
     tensor_parallel_size: int
+    """vLLM's `--tensor-parallel-size`."""
     pipeline_parallel_size: int
+    """vLLM's `--pipeline-parallel-size`."""
     quantization: str | None = None
+    """vLLM's `--quantization`."""
     kv_cache_dtype: str = "auto"
+    """vLLM's `--kv-cache-dtype`."""
     lora: LoraSettings | None = None
+    """Arguments for LoRA; None without `--enable-lora`."""
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """lora: the adapters that the chunk was made with."""
+    """Result of a chunk."""
 
     chunk_index: int
+    """Index of the chunk in its session."""
     digest: str
+    """`digest_of` its frames."""
     num_frames: int
+    """Number of its frames."""
     lora: UsedLoras = []
+    """LoRA adapters that the chunk used."""
 
 
 @dataclass(frozen=True)
 class RecordedChunk:
-    """One request of a session and its outcome; None: it was cancelled."""
+    """One request of a session."""
 
     params: DiffusionParams
+    """Parameters of the request."""
     arrays: dict[str, np.ndarray]
+    """Input arrays of the request by name."""
     outcome: Outcome | None
+    """Result of the chunk; None if the request was cancelled."""
 
 
 def digest_of(frames_THWC: np.ndarray) -> str:
-    """Names frames by shape, dtype and every byte."""
+    """Return a digest of frames: of their shape, their dtype and all bytes."""
     digest = hashlib.blake2b(f"{frames_THWC.dtype} {frames_THWC.shape} ".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(frames_THWC).data)
     return digest.hexdigest()
@@ -97,11 +117,18 @@ def _write(file: BinaryIO, meta: Mapping[str, Any], arrays: Mapping[str, np.ndar
 
 
 def read(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
-    """Return the header, the chunks, and whether the file ends with a whole record. Raises ValueError in one line."""
+    """Read a recording.
+
+    Returns:
+        The header, the chunks, and whether the file ends with a complete record.
+
+    Raises:
+        ValueError: The file is not a recording or is damaged. The message is one line.
+    """
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ValueError(
-                f"{path} is no recording of this version (it should begin with {MAGIC.decode().strip()!r})"
+                f"{path} is not a recording of this version (it should start with {MAGIC.decode().strip()!r})"
             )
         records = _records(file, path)
         try:
@@ -122,7 +149,7 @@ def read(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
 
 
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
-    """Yield (meta, arrays) of each record; meta None for one that is cut off at the end."""
+    """Yield the metadata and arrays of each record; the metadata of a truncated one is None."""
     left = path.stat().st_size - file.tell()
     while left:
         size = int.from_bytes(file.read(8), "little")
@@ -139,11 +166,14 @@ def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.nda
 
 
 def committed(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]]:
-    """Yield `(chunk index, request)` of each chunk that became part of the session, in order.
+    """Yield the chunk index and request of each committed chunk, in order.
 
-    A cancelled request was finished if a later one got the number after it. Raises ValueError where chunks are missing.
+    A cancelled request was committed if a later request got the next index.
+
+    Raises:
+        ValueError: Chunks are missing from the recording.
     """
-    following: int | None = None  # number of the next chunk known to be finished, from the end
+    following: int | None = None  # index of the next committed chunk; the loop runs from the end
     kept: list[tuple[int, RecordedChunk]] = []
     for chunk in reversed(chunks):
         if chunk.outcome is not None:
@@ -153,11 +183,12 @@ def committed(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]
         elif following is not None and following > 0 and not _known(chunks, following - 1):
             index = following - 1
         else:
-            continue  # cancelled before it was finished, or nothing came after it that would tell
+            # cancelled before it was committed, or no later chunk shows that it was committed
+            continue
         kept.append((index, chunk))
         following = index
     if following not in (None, 0):
-        raise ValueError(f"the recording begins at chunk {following}, not at the session's start")
+        raise ValueError(f"the recording starts at chunk {following}, not at the first chunk of the session")
     return reversed(kept)
 
 

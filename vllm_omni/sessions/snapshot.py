@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that holds one session: its byte layout, and the checks that a file must pass.
+"""The file format of session snapshots: byte layout, and validation.
 
-A snapshot is one safetensors file. Its metadata carries a versioned JSON header (`SnapshotHeader`); its tensors are
-those that every rank's session names, as `rank0.kv.frame3`. It is written in place: the front end creates the file,
-then each rank copies its tensors from its device straight to where they belong, so that a snapshot costs one copy of
-its bytes; so does restoring it. (The safetensors library writes only contiguous tensors in host memory and reads
-only into memory of its own; hence our own reader here and our own writer in `snapshot_writing.py`. A file is checked by
-the library's rules, and nothing is unpickled.)
+A snapshot is one safetensors file. Its metadata contains a versioned JSON header
+(`SnapshotHeader`). Its tensors are those of every rank's session, named for example
+`rank0.kv.frame3`. The file is written in place: the frontend creates it, and each rank then copies
+its tensors from its device to their positions, so that a snapshot costs one copy of its bytes, as
+does restoring it.
 
-The file must be visible to the front end and to all ranks: one host, or a shared directory. Knows no model and no
-sockets. Held by tests/worker/test_snapshot_refusals.py, test_snapshot_table.py,
-test_snapshot_forgeries.py and test_snapshots.py.
+Why not the safetensors library: it writes only contiguous tensors in host memory and reads only
+into memory that it allocates. This module has a reader and `snapshot_writing.py` a writer instead.
+Files are validated by the rules of the library, and nothing is unpickled.
+
+The file must be accessible to the frontend and to all ranks: on one host or in a shared directory.
+This module depends neither on a model nor on sockets.
 """
 
 import math
@@ -33,24 +35,31 @@ KIND: Final = "vllm_omni.session"
 KEY: Final = "omni_session"
 METADATA: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
-"""Of the table's length, little-endian, with which a file begins."""
+"""Size of the table's length at the start of a file, little-endian, in bytes."""
 MAX_TABLE_BYTES: Final = 1 << 20
-"""Of the JSON before the tensors: read by the door and by every worker between two steps, some 10 ms at most."""
+"""Maximum size of the JSON table in bytes. The endpoint and every worker parse it between two
+steps, which takes at most 10 ms."""
 MAX_OBJECTS: Final = 4096
-"""In that JSON, each tensor being one; a session has some 65 tensors a rank."""
-UNSEEN: Final = "a worker does not see the snapshot's file: all ranks need the directory it is in"
+"""Maximum number of JSON objects in the table. Each tensor is one; a session has about 65 per
+rank."""
+UNSEEN: Final = "a worker cannot access the snapshot's file: all ranks need access to its directory"
 
 
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the engine is split; every rank's part fits only the same rank of the same split.
+    """Parallel layout of an engine.
 
-    decode: tensor-parallel ranks decode together, each with a cache of its own rows (`omni.vae_parallel`).
+    The part of a rank fits only the same rank of the same layout.
     """
 
     tensor: int
+    """Tensor-parallel size."""
     pipeline: int
+    """Pipeline-parallel size."""
     sequence: bool = False
+    """Whether the tensor-parallel ranks are sequence-parallel (Ulysses)."""
     decode: bool = False
+    """Whether tensor-parallel ranks decode together (`omni.vae_parallel`), each with a cache of its
+    own band of rows."""
 
     def __str__(self) -> str:
         ulysses = " (as sequence parallel)" if self.sequence else ""
@@ -59,55 +68,72 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model a session fits. config: digest of the checkpoint's configuration, the model's options and the dtype."""
+    """Model that a session fits."""
 
     family: str
+    """Model family."""
     config: str
+    """Digest of the checkpoint's configuration, the model's options and the dtype."""
     parallel: Parallel
+    """Parallel layout."""
 
 
 class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank's share. weights: digest of samples of its parameters. channels_last: tensors in that layout."""
+    """One rank's part of a snapshot."""
 
     weights: str
+    """Digest of samples of the rank's parameters."""
     scalars: dict[str, Any]
+    """Scalars of the session."""
     channels_last: list[str] = []
+    """Tensors in channels-last memory format."""
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The metadata of a snapshot.
-
-    chunk_index: the session's next chunk. opening: fields of the first chunk's `DiffusionParams` that fix the session's
-    sizes. owner: whose session it is, as the door that wrote it knows; None = written without a door. lora: the
-    adapters of the last chunk, which the next one uses unless it names others.
-    """
+    """Header of a snapshot."""
 
     format_version: int
+    """Version of the file format."""
     package_version: str
+    """Version of this package that wrote the file."""
     model: ModelIdentity
+    """Model that the session fits."""
     chunk_index: ChunkIndex
+    """Index of the session's next chunk."""
     opening: dict[str, Any]
+    """Fields of the first chunk's `DiffusionParams` that determine the session's size."""
     ranks: list[RankPart]
+    """Part of each rank."""
     owner: dict[str, str] | None = None
+    """Owner of the session as identified by the endpoint that wrote the file; None if none did."""
     lora: UsedLoras = []
+    """LoRA adapters of the last chunk. The next chunk uses them unless it names others."""
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Result of `describe_session`: the rank's part without its bytes. tensors: name -> (dtype, shape)."""
+    """Result of `describe_session`: one rank's part of a session without its data."""
 
     model: ModelIdentity
+    """Model that the session fits."""
     chunk_index: int
+    """Index of the session's next chunk."""
     opening: dict[str, Any]
+    """As `SnapshotHeader.opening`."""
     part: RankPart
+    """The rank's part of the header."""
     tensors: dict[str, tuple[str, list[int]]]
+    """Dtype and shape of each tensor by name."""
     lora: list[UsedLora] = []
+    """LoRA adapters of the last chunk."""
 
 
 class StagedRank(msgspec.Struct, frozen=True):
-    """Result of `stage_checkpoint`. held_s: seconds for which the copy held up the engine."""
+    """Result of `stage_checkpoint`."""
 
     described: RankDescription
+    """The rank's part of the session."""
     held_s: float
+    """Seconds for which the copy delayed the engine."""
 
 
 def describe(
@@ -119,7 +145,20 @@ def describe(
     tensors: Mapping[str, torch.Tensor],
     lora: Sequence[UsedLora] = (),
 ) -> RankDescription:
-    """Describe one rank's part of a session. Raises TypeError for a tensor that safetensors has no name for."""
+    """Describe one rank's part of a session.
+
+    Args:
+        model: Model that the session fits.
+        weights: Digest of the rank's weights.
+        chunk_index: Index of the session's next chunk.
+        opening: As `SnapshotHeader.opening`.
+        scalars: Scalars of the session.
+        tensors: Tensors of the session by name.
+        lora: LoRA adapters of the last chunk.
+
+    Raises:
+        TypeError: safetensors does not support the dtype of a tensor.
+    """
     unknown = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPE_NAMES]
     if unknown:
         raise TypeError(f"a snapshot cannot hold {', '.join(unknown[:3])}")
@@ -144,7 +183,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return memory_format is not None and bool(tensor.is_contiguous(memory_format=memory_format))
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -157,25 +196,40 @@ _PLACE: Final = operator.attrgetter("data_offsets")
 
 
 def check_length(length: int) -> None:
-    """Refuse a table by its length, the first 8 bytes of a file. Raises `RequestFailed`."""
+    """Check the length of a table, which is in the first 8 bytes of a file.
+
+    Raises:
+        RequestFailed: `invalid_snapshot`: the table is too long.
+    """
     if length > MAX_TABLE_BYTES:
         raise RequestFailed("invalid_snapshot", f"the snapshot's header has {length} bytes, at most {MAX_TABLE_BYTES}")
 
 
 def _check_objects(count: int) -> None:
-    """count: opening braces in JSON that is yet to be decoded; those in texts are counted, too. Raises `RequestFailed`.
+    """Check the number of objects in JSON before it is decoded.
 
-    A mebibyte of empty objects would hold up the process for 300 ms.
+    A mebibyte of empty objects would block the process for 300 ms.
+
+    Args:
+        count: Number of opening braces, including those in strings.
+
+    Raises:
+        RequestFailed: `invalid_snapshot`: there are too many.
     """
     if count > MAX_OBJECTS:
         raise RequestFailed("invalid_snapshot", f"the snapshot's header has {count} objects, at most {MAX_OBJECTS}")
 
 
 def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
-    """Check that a file begins as a snapshot of this format; each worker checks its tensors before it takes any.
+    """Read and validate the header of a snapshot. Each worker validates the tensors itself.
 
-    Raises `RequestFailed` `invalid_snapshot` (no snapshot, damaged, truncated), `snapshot_version` or
-    `snapshot_too_large`.
+    Args:
+        path: The file.
+        max_bytes: Maximum size of the file.
+
+    Raises:
+        RequestFailed: `invalid_snapshot` (not a snapshot, damaged or truncated), `snapshot_version`
+            or `snapshot_too_large`.
     """
     if max_bytes is not None and (size := path.stat().st_size) > max_bytes:
         raise RequestFailed(
@@ -187,7 +241,7 @@ def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
 
 def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
     if metadata.get("kind") != KIND or KEY not in metadata:
-        raise RequestFailed("invalid_snapshot", "this is no snapshot of a session")
+        raise RequestFailed("invalid_snapshot", "this is not a snapshot of a session")
     _check_objects(metadata[KEY].count("{"))
     try:
         raw = msgspec.json.decode(metadata[KEY], type=dict[str, Any])
@@ -206,7 +260,18 @@ def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
 
 
 def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights: str) -> RankPart:
-    """Return this rank's part of a snapshot. Raises `RequestFailed("foreign_snapshot")` naming the difference."""
+    """Return this rank's part of a snapshot.
+
+    Args:
+        header: Header of the snapshot.
+        model: Model of this engine.
+        rank: Rank of this process.
+        weights: Digest of this rank's weights.
+
+    Raises:
+        RequestFailed: `foreign_snapshot`: the snapshot is of another model, layout or checkpoint;
+            the message names the difference.
+    """
     for what, theirs, ours in (
         ("the model", header.model.family, model.family),
         ("the split over ranks", str(header.model.parallel), str(model.parallel)),
@@ -221,12 +286,18 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
         raise RequestFailed("invalid_snapshot", f"the snapshot has no part for rank {rank}")
     part = header.ranks[rank]
     if part.weights != weights:
-        raise RequestFailed("foreign_snapshot", "the weights differ from those the session was made with")
+        raise RequestFailed("foreign_snapshot", "the weights differ from those that the session was created with")
     return part
 
 
 class OpenSnapshot:
-    """A snapshot's open file. header: as `read_header` returns it. text: the file's table, as JSON."""
+    """An open snapshot file.
+
+    Args:
+        file: File descriptor.
+        text: Table of the file as JSON.
+        header: Header as `read_header` returns it.
+    """
 
     def __init__(self, file: int, text: bytes, header: SnapshotHeader) -> None:
         self._file, self._text = file, text
@@ -235,14 +306,19 @@ class OpenSnapshot:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> "Iterator[OpenSnapshot]":
-        """Raises OSError if there is no such file, and `RequestFailed` as `read_header` does, also while it is open."""
+        """Open and validate a file. Errors in the body of the `with` statement are converted too.
+
+        Raises:
+            OSError: The file does not exist.
+            RequestFailed: As for `read_header`.
+        """
         with path.open("rb", buffering=0) as file:
             try:
                 descriptor = file.fileno()
                 size = os.fstat(descriptor).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if not 0 < length <= size - 8:
-                    raise EOFError("the header ends behind the file")
+                    raise EOFError("the header ends after the file")
                 check_length(length)
                 text = os.pread(descriptor, length, 8)
                 _check_objects(text.count(b"{"))
@@ -251,14 +327,28 @@ class OpenSnapshot:
                 raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
 
     def rank(self, rank: int, part: RankPart) -> SavedTensors:
-        """The tensors of one rank; the whole file's table is checked. Raises `RequestFailed` and EOFError."""
+        """Return the tensors of one rank after validating the table of the whole file.
+
+        Args:
+            rank: The rank.
+            part: Its part of the header.
+
+        Raises:
+            RequestFailed: The table is invalid.
+            EOFError: The file is truncated.
+        """
         start, table = 8 + len(self._text), self._table()
         prefix = f"rank{rank}."
         left = {name.removeprefix(prefix): stored for name, stored in table.items() if name.startswith(prefix)}
         return SavedTensors(self._file, start, left, frozenset(part.channels_last))
 
     def check_table(self) -> None:
-        """Raises `RequestFailed` and EOFError, as `rank` does."""
+        """Validate the table of the file.
+
+        Raises:
+            RequestFailed: The table is invalid.
+            EOFError: The file is truncated.
+        """
         self._table()
 
     def _table(self) -> dict[str, StoredTensor]:
@@ -269,22 +359,30 @@ class OpenSnapshot:
 
 
 def check_table(path: Path) -> None:
-    """Check the tensor offsets in a file's table, as every worker will. Raises `RequestFailed`."""
+    """Validate the table of a file as every worker will.
+
+    Raises:
+        RequestFailed: It is invalid.
+    """
     with OpenSnapshot.open(path) as snapshot:
         snapshot.check_table()
 
 
 def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
-    """Tensors lie one behind the other without gaps, each as long as its shape says, and fill the file exactly.
+    """Check that tensors are contiguous in the file, as long as their shapes, and fill it exactly.
 
-    Raises EOFError. The safetensors library makes the same checks; tests/worker/test_snapshot_table.py compares.
+    The safetensors library makes the same checks; tests/worker/test_snapshot_table.py compares
+    them.
+
+    Raises:
+        EOFError: They are not.
     """
     position = 0
     for stored in sorted(table.values(), key=_PLACE):
         size = DTYPE_BYTES.get(stored.dtype)
         end = position if size is None else position + size * math.prod(stored.shape)
         if size is None or stored.data_offsets != (position, end):
-            raise EOFError("a tensor's place does not fit its shape or its neighbours")
+            raise EOFError("a tensor's offsets do not fit its shape or its neighbours")
         position = end
     if position != nbytes:
         raise EOFError("the tensors do not fill the file")

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchanges with an engine's workers: save a session to a file (at once, or beside its steps), make one of a file.
+"""Message exchanges with an engine's workers: save a session to a file, and restore one.
 
-An exchange is a generator that yields calls and is sent every rank's answers, so that `LLM` (synchronous) and the doors
-(asynchronous) share it. With an `LLM`:
+An exchange is a generator that yields calls and receives the results of all ranks, so that `LLM`
+(synchronous) and the endpoints (asynchronous) share it. With an `LLM`:
 
     run_exchange(save_exchange("walk", path, package_version()), llm.collective_rpc)
     run_exchange(restore_exchange("walk", path), llm.collective_rpc)
 
-Two calls save a session, because the file's layout needs every rank's sizes; a chunk that is finished between them is
-noticed (`session_busy`). A checkpoint's bytes are copied together with its sizes and written while the engine goes on:
-its exchange asks until they are. Held by tests/worker/test_snapshot_refusals.py,
-tests/worker/test_session_checkpoints.py and tests/engine/test_session_snapshots.py.
+Saving takes two calls, because the layout of the file requires the sizes of all ranks. A chunk that
+finishes between them is detected (`session_busy`). A periodic snapshot is copied together with its
+sizes and written while the engine continues; its exchange polls until it is written.
 """
 
 import asyncio
@@ -35,11 +34,17 @@ _LONGEST_LOOK_S: Final = 0.5
 
 @dataclass(frozen=True)
 class Call:
-    """One RPC to all workers of an engine, in `after_s`; each answers `{"ok": ...}` or `{"error": [code, message]}`."""
+    """One RPC to all workers of an engine.
+
+    Each worker returns `{"ok": ...}` or `{"error": [code, message]}`.
+    """
 
     method: str
+    """Name of the worker's method."""
     args: tuple[Any, ...]
+    """Its arguments."""
     after_s: float = 0.0
+    """Seconds to wait before the call."""
 
 
 Exchange = Generator[Call, list[dict[str, Any]], T]
@@ -48,7 +53,20 @@ Exchange = Generator[Call, list[dict[str, Any]], T]
 def save_exchange(
     session_id: str, path: Path, package_version: str, owner: Mapping[str, str] | None = None
 ) -> Exchange[SnapshotHeader]:
-    """Write a session to the new file `path`; it stays as it is. Raises `RequestFailed`; then there is no file."""
+    """Write a session to a new file. The session is not changed.
+
+    Args:
+        session_id: The session.
+        path: The file. It does not exist if the exchange fails.
+        package_version: Version of this package.
+        owner: As `SnapshotHeader.owner`.
+
+    Returns:
+        The header of the file.
+
+    Raises:
+        RequestFailed: The session could not be saved.
+    """
     answers = _results((yield Call("describe_session", (session_id,))))
     planned = plan([msgspec.json.decode(answer, type=RankDescription) for answer in answers], package_version, owner)
     create_file(path, planned)
@@ -64,9 +82,11 @@ def save_exchange(
 def checkpoint_exchange(
     session_id: str, path: Path, package_version: str, owner: Mapping[str, str] | None = None
 ) -> Exchange[tuple[SnapshotHeader, float]]:
-    """The same, while the engine goes on: `(header, cost_s)`. Raises `RequestFailed`; then there is no file.
+    """As `save_exchange`, while the engine continues.
 
-    cost_s: the engine's time that it took, on the rank where it took most.
+    Returns:
+        The header of the file, and the engine's time that the snapshot took in seconds, on the rank
+        where it took most.
     """
     answers = _results((yield Call("stage_checkpoint", (session_id,))))
     staged = [msgspec.json.decode(answer, type=StagedRank) for answer in answers]
@@ -86,16 +106,25 @@ def checkpoint_exchange(
 def restore_exchange(
     session_id: str, path: Path, data_parallel_rank: int | None = None
 ) -> Exchange[tuple[SnapshotHeader, dict[str, Any]]]:
-    """Make a session from a file, under a new id. Raises `RequestFailed`; then there is no session.
+    """Create a session from a file.
 
-    Returns the header and the first rank's scalars. data_parallel_rank: the only engine that takes it; None = any.
+    Args:
+        session_id: Id of the new session. It does not exist if the exchange fails.
+        path: The file.
+        data_parallel_rank: The only data-parallel rank that restores it; None means all.
+
+    Returns:
+        The header of the file, and the scalars of the first rank.
+
+    Raises:
+        RequestFailed: The session could not be restored.
     """
     header = read_header(path)
     try:
         _results((yield Call("restore_session", (session_id, str(path), data_parallel_rank))))
     except RequestFailed as failure:
         if failure.code != "session_exists":
-            yield Call("close_session", (session_id,))  # on the ranks that took their part
+            yield Call("close_session", (session_id,))  # on ranks that have restored their part
         raise
     return header, header.ranks[0].scalars
 
@@ -108,14 +137,14 @@ def _results(answers: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]) -> T:
-    """Run an exchange over a synchronous `collective_rpc` (that of `LLM`)."""
+    """Run an exchange over a synchronous `collective_rpc`, for example `LLM.collective_rpc`."""
     try:
         call = next(exchange)
         while True:
             try:
                 time.sleep(call.after_s)
                 answers = rpc(call.method, args=call.args)
-            except Exception as error:  # the exchange cleans up, then it goes on
+            except Exception as error:  # the exchange cleans up and may continue
                 call = exchange.throw(error)
             else:
                 call = exchange.send(answers)
@@ -125,7 +154,7 @@ def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]
 
 
 async def run_exchange_async(exchange: Exchange[T], rpc: Callable[[Call], Awaitable[list[dict[str, Any]]]]) -> T:
-    """The same for an engine client whose RPCs are awaited."""
+    """Run an exchange over an asynchronous RPC."""
     try:
         call = next(exchange)
         while True:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a session's bytes go in its file, and their way there. The file's format is `snapshot.py`'s.
+"""Layout and writing of snapshot files, in the format of `snapshot.py`.
 
-The front end plans and makes the file; every rank then writes its own part. Knows no model and no sockets.
-Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
+The frontend plans and creates the file; every rank then writes its own part. This module depends
+neither on a model nor on sockets.
 """
 
 import errno
@@ -38,14 +38,15 @@ _ALIGN: Final = 64
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Where everything goes. starts: where each rank's tensors begin in the file; they follow each other as described.
-
-    starts has one entry more, the file's end.
-    """
+    """Layout of a snapshot file."""
 
     header: SnapshotHeader
+    """Header of the snapshot."""
     head: bytes
+    """First bytes of the file: length and table."""
     starts: list[int]
+    """Position of each rank's tensors in the file, which are adjacent and in the order of its
+    description; one more entry is the end of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -53,10 +54,20 @@ class SnapshotPlan:
 
 
 def plan(described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None) -> SnapshotPlan:
-    """Lay the file out. Raises `RequestFailed("session_busy")` if the ranks are not at the same chunk."""
+    """Lay out a snapshot file.
+
+    Args:
+        described: Description of each rank's part.
+        package_version: Version of this package.
+        owner: As `SnapshotHeader.owner`.
+
+    Raises:
+        RequestFailed: `session_busy`: the ranks are at different chunks. `snapshot_too_large`: the
+            table would exceed its limits.
+    """
     first = described[0]
     if any((rank.chunk_index, rank.lora) != (first.chunk_index, first.lora) for rank in described):
-        raise RequestFailed("session_busy", "a chunk of this session is being finished; ask again")
+        raise RequestFailed("session_busy", "a chunk of this session is being finished; try again")
     header = SnapshotHeader(
         format_version=FORMAT_VERSION,
         package_version=package_version,
@@ -76,7 +87,7 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
             entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin, position))
         ends.append(position)
     text = msgspec.json.encode(entries)
-    text += b" " * (-(8 + len(text)) % _ALIGN)  # spaces behind the JSON, as safetensors pads it
+    text += b" " * (-(8 + len(text)) % _ALIGN)  # padded with spaces, as by safetensors
     if len(text) > MAX_TABLE_BYTES or text.count(b"{") > MAX_OBJECTS:
         raise RequestFailed("snapshot_too_large", f"a snapshot of {len(entries) - 1} tensors could not be read again")
     start = 8 + len(text)
@@ -84,10 +95,13 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
 
 
 def create_file(path: Path, planned: SnapshotPlan) -> None:
-    """Make the file at its full size with its header. It must not exist; only its owner may read it.
+    """Create the file with its full size and its header.
 
-    A disk without room for it is an error before anybody has copied anything. Raises
-    `RequestFailed` `storage_full` or `snapshot_storage`.
+    It must not exist, and only its owner may read it. A lack of disk space is thus detected before
+    any data is copied.
+
+    Raises:
+        RequestFailed: `storage_full` or `snapshot_storage`.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
@@ -104,21 +118,39 @@ def create_file(path: Path, planned: SnapshotPlan) -> None:
 
 
 def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy a rank's tensors from their device to their places in the planned file. Raises `RequestFailed`."""
+    """Copy a rank's tensors from their device to their positions in the file.
+
+    Args:
+        path: The file.
+        starts: As `SnapshotPlan.starts`.
+        rank: Rank of this process.
+        tensors: Its tensors, in the order of its description.
+
+    Raises:
+        RequestFailed: The tensors have changed, or the file cannot be written.
+    """
     position, places = starts[rank], []
     for tensor in tensors.values():
         places.append((position, tensor))
         position += tensor.nbytes
     if position != starts[rank + 1]:
-        raise RequestFailed("session_busy", "this session changed meanwhile; ask again")
+        raise RequestFailed("session_busy", "this session changed in the meantime; try again")
     with _planned_file(path, starts) as descriptor:
         write_at(descriptor, places)
 
 
 def write_bytes(path: Path, starts: Sequence[int], rank: int, own: memoryview, piece_bytes: int) -> None:
-    """Write a rank's tensors, one behind the other in `own`, and wait until they are on the disk.
+    """Write a copy of a rank's tensors and wait until it is on disk.
 
-    piece_bytes: of one call, between which other threads get the interpreter. Raises `RequestFailed`.
+    Args:
+        path: The file.
+        starts: As `SnapshotPlan.starts`.
+        rank: Rank of this process.
+        own: The adjacent data of the tensors.
+        piece_bytes: Bytes per system call. Other threads can run between two calls.
+
+    Raises:
+        RequestFailed: The file cannot be written.
     """
     with _planned_file(path, starts) as descriptor:
         done = 0
@@ -129,7 +161,7 @@ def write_bytes(path: Path, starts: Sequence[int], rank: int, own: memoryview, p
 
 @contextmanager
 def _planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
-    """The file that the front end has made, to be written to. Raises `RequestFailed`, also for errors while it is."""
+    """Open a file that the frontend has created, for writing; convert errors to `RequestFailed`."""
     try:
         file = path.open("r+b", buffering=0)
     except OSError:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARGPUModelRunner` under the module path that other integrations name: the first-generation runner of language models
-for the platform at hand."""
+"""Module path of `ARGPUModelRunner` that other integrations import.
+
+The class is the V1 runner of language models for the current platform.
+"""
 
 from typing import Any
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARGPUWorker` under the module path that other integrations name; it is the class for the platform at hand."""
+"""Module path of `ARGPUWorker` that other integrations import.
+
+The name resolves to the class of the current platform.
+"""
 
 from typing import Any
 

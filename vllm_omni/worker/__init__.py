@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers for `--worker-cls`. Each name works on the platform at hand.
+"""Worker classes for `--worker-cls`. Each name resolves to the class of the current platform.
 
-Names resolve on first use: vLLM's CPU worker modules patch torch when imported, so they must never be imported in a
-CUDA process.
+Names resolve on first use, because vLLM's CPU worker modules patch torch when they are imported and
+must never be imported in a CUDA process.
 """
 
 import importlib
@@ -13,7 +13,7 @@ _CLASSES = {
     "DiffusionGPUWorker": ("diffusion.gpu_worker:DiffusionGPUWorker", "diffusion.cpu_worker:DiffusionCPUWorker"),
     "SharedGPUWorker": ("diffusion.shared_gpu_worker:SharedGPUWorker", "diffusion.cpu_worker:DiffusionCPUWorker"),
 }
-"""Name -> its class on GPUs, and on a CPU."""
+"""Class on GPUs and class on a CPU, by name."""
 __all__ = ["ARGPUWorker", "DiffusionGPUWorker", "SharedGPUWorker"]
 
 

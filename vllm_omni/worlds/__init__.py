@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that come with the package, trained by `training/`: checkpoint directories like any other.
-
-Held by tests/worlds/test_shipped_world.py.
-"""
+"""Worlds that are part of the package, trained by `training/`. They are ordinary checkpoints."""
 
 from pathlib import Path
 
@@ -10,9 +7,10 @@ _REMEDY = "install vllm-omni again, or in a clone run `git checkout -- vllm_omni
 
 
 def village_checkpoint() -> Path:
-    """Return the directory of the village, a small LingBot World; its files are compared with their manifest first.
+    """Return the checkpoint directory of the village, a small LingBot World. Verifies its files.
 
-    Raises ValueError in one line that names a file which is missing or damaged.
+    Raises:
+        ValueError: A file is missing or damaged. The message is one line and names it.
     """
     from vllm_omni.worlds.manifest import MANIFEST, check_files
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`world.json` of a checkpoint directory: a world's training sizes, and the prompts and pictures offered to visitors.
+"""`world.json` of a checkpoint directory: sizes, prompts and start images of a world.
 
-Any model's checkpoint may have one. The config parser carries it to the doors (`CONFIG_KEY`), its sizes and model
-options are the defaults of `vllm serve`, its pictures are served beside the web page. Knows no model and no socket.
-Held by tests/worlds/test_card.py.
+A checkpoint of any model may have one. The config parser passes it to the endpoints (`CONFIG_KEY`).
+Its sizes and model options are the defaults of `vllm serve`, and its images are served with the web
+page. This module depends neither on a model nor on sockets.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from vllm_omni.model_executor.tensor_files import confined
 
 CARD: Final = "world.json"
 CONFIG_KEY: Final = "omni_world"
-"""Where vLLM's config object holds the card, as plain values."""
+"""Key of the world description in vLLM's config object, where it is stored as JSON types."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Picture = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.(png|jpg)\Z")]
@@ -25,75 +25,93 @@ Side = Annotated[int, msgspec.Meta(ge=16, le=4096)]
 
 
 class WorldPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt that is offered as a button. name: the button's text."""
+    """A prompt that the web page offers as a button."""
 
     name: Name
+    """Text of the button."""
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+    """The prompt."""
 
 
 class StartPicture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A picture to begin with. prompt: the name of the one that fits it. x_m, z_m: where on the map it was taken, in
-    metres to the east and north; heading_degrees: where it looks, from north to the east; pitch_degrees: upwards.
-    """
+    """A start image and its pose on the map."""
 
     name: Name
+    """Name for display."""
     prompt: Name
+    """Name of the prompt that fits it."""
     file: Picture
+    """Path of the image in the checkpoint directory."""
     x_m: float
+    """Position to the east in metres."""
     z_m: float
+    """Position to the north in metres."""
     heading_degrees: float
+    """Direction of the view, clockwise from north, in degrees."""
     pitch_degrees: float = 0.0
+    """Angle of the view above the horizon in degrees."""
 
 
 class WorldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ground from above, north up, (0, 0) in the middle. side_m: metres of the picture's side, after which the
-    world repeats.
-    """
+    """Map of the ground, north up, with (0, 0) in the centre."""
 
     file: Picture
+    """Path of the image in the checkpoint directory."""
     side_m: Annotated[float, msgspec.Meta(gt=0)]
+    """Side length of the image in metres, after which the world repeats."""
 
 
 class WorldGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The world's occupancy grid (`grid.OccupancyGrid`). side_m: metres of its side, after which the world repeats."""
+    """The world's occupancy grid (`grid.OccupancyGrid`)."""
 
     file: Picture
+    """Path of the image in the checkpoint directory."""
     side_m: Annotated[float, msgspec.Meta(gt=0)]
+    """Side length of the grid in metres, after which the world repeats."""
 
 
 class Tour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A walk to show. start: the file of a start picture. keys: held in each latent frame. prompts: by the latent frame
-    from which they hold; the first is 0. truth: the same walk as it should look, one frame for each of the model's.
-    """
+    """A prepared walk for demonstrations."""
 
     start: Picture
+    """File of the start image."""
     seed: int
+    """Seed of the session."""
     keys: list[Annotated[str, msgspec.Meta(pattern=r"^[a-z]*\Z")]]
+    """Held keys in each latent frame."""
     prompts: list[tuple[int, Name]]
+    """Names of prompts and the latent frames from which they apply; the first is 0."""
     truth: Video | None = None
+    """Video of the same walk rendered by the original world, with one frame per generated frame."""
 
 
 class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Description of a world.
-
-    domain: its name for programs. title: its name for people. about: its contents, and its response to pictures from
-    elsewhere. sizes: (width, height) it was trained at, the default first. metres_per_unit: length of a unit of
-    camera translation. focal: the camera's focal length over the image's width; None = the model's own. grid: what
-    stops a walker; None = nothing does. model: defaults of `omni.model`.
-    """
+    """Description of a world."""
 
     domain: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{1,64}\Z")]
+    """Name for programs."""
     title: Name
+    """Name for people."""
     about: Annotated[str, msgspec.Meta(max_length=1000)]
+    """Contents of the world, and its response to images from elsewhere."""
     sizes: Annotated[tuple[tuple[Side, Side], ...], msgspec.Meta(min_length=1)]
+    """(width, height) in pixels that the model was trained at, the default first."""
     metres_per_unit: Annotated[float, msgspec.Meta(gt=0)]
+    """Metres per unit of camera translation."""
     prompts: tuple[WorldPrompt, ...] = ()
+    """Prompts to offer."""
     starts: tuple[StartPicture, ...] = ()
+    """Start images to offer."""
     focal: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Focal length of the camera divided by the image width. Default: the model's."""
     map: WorldMap | None = None
+    """Map of the world, if it has one."""
     grid: WorldGrid | None = None
+    """Occupancy grid, which stops cameras. Default: none; cameras can go anywhere."""
     tour: Tour | None = None
+    """Prepared walk, if there is one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Defaults of `omni.model`."""
 
     def __post_init__(self) -> None:
         names = [prompt.name for prompt in self.prompts]
@@ -103,36 +121,41 @@ class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             if self.tour.start not in [start.file for start in self.starts]:
                 raise ValueError(f"tour.start must be the file of one of `starts`, got {self.tour.start!r}")
             if not self.tour.prompts or self.tour.prompts[0][0] != 0:
-                raise ValueError("tour.prompts must begin at latent frame 0")
+                raise ValueError("tour.prompts must start at latent frame 0")
         if unknown := [name for name in wanted if name not in names]:
-            raise ValueError(f"no prompt is named {unknown[0]!r}; there are: {', '.join(names) or 'none'}")
+            raise ValueError(f"no prompt is named {unknown[0]!r}; available: {', '.join(names) or 'none'}")
 
     @property
     def pictures(self) -> list[str]:
-        """Files that the web page shows."""
+        """Files of the images that the web page shows."""
         return [*(start.file for start in self.starts), *([self.map.file] if self.map is not None else [])]
 
     def prompt(self, name: str) -> str:
         return next(prompt.text for prompt in self.prompts if prompt.name == name)
 
     def untrained_size(self, width: int, height: int) -> str | None:
-        """Warning for a client that asks for a size at which the world was not trained; None = it was."""
+        """Return a warning for a size that the world was not trained at; None if it was."""
         if (width, height) in self.sizes:
             return None
         trained = " or ".join(f"{w}x{h}" for w, h in self.sizes)
         return (
-            f"untrained size: {width}x{height} was asked for, this world was trained at {trained}; expect poor pictures"
+            f"untrained size: {width}x{height} was requested, this world was trained at {trained}; "
+            "expect poor image quality"
         )
 
     def as_hello(self) -> dict[str, Any]:
-        """The world's part of a door's hello message."""
+        """Return the world's part of an endpoint's hello message."""
         told = msgspec.to_builtins(self)
         names = ("title", "about", "sizes", "metres_per_unit", "prompts", "starts", "map")
         return {**{name: told[name] for name in names}, "has_walls": self.grid is not None}
 
 
 def read_card(folder: Path) -> WorldCard | None:
-    """Return the card of a checkpoint directory, None if it has none. Raises ValueError in one line."""
+    """Return the world description of a checkpoint directory, or None if it has none.
+
+    Raises:
+        ValueError: The file is invalid. The message is one line.
+    """
     path = folder / CARD
     if not path.is_file():
         return None
@@ -146,16 +169,24 @@ def read_card(folder: Path) -> WorldCard | None:
 
 
 def card_file(folder: Path, name: str) -> Path:
-    """The place of a file that a card names. Raises ValueError unless it is a file inside `folder`."""
+    """Return the path of a file that a world description names.
+
+    Raises:
+        ValueError: It is not a file inside `folder`.
+    """
     return confined((folder / name).parent, Path(name).name)
 
 
 def with_defaults(
     additional_config: Any, card: WorldCard | None, size: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """Return vLLM's `additional_config` with the world's size and model options where the user has set nothing.
+    """Return vLLM's `additional_config` with the world's size and model options as defaults.
 
-    size: the model's (height, width), for a checkpoint without a card; None = it has none of its own.
+    Args:
+        additional_config: vLLM's option.
+        card: The world description, if any.
+        size: (height, width) of the model for checkpoints without a world description; None if the
+            model has none.
     """
     given = dict(additional_config) if isinstance(additional_config, Mapping) else {}
     omni = given.get("omni", {})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OccupancyGrid`: which parts of a world's ground cannot be entered.
+"""`OccupancyGrid`: the parts of a world's ground that cannot be entered.
 
-Stored as an image next to `world.json`, north up, (0, 0) in the middle, black where the way is blocked. The world
-repeats after its side. Needs torch alone, but for reading and writing files. Held by tests/worlds/test_movement.py.
+It is stored as an image next to `world.json`, north up, with (0, 0) in the centre and blocked cells
+in black. The world repeats after the side of the grid. Except for file access, this module needs
+only torch.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,22 @@ import torch
 
 @dataclass(frozen=True)
 class OccupancyGrid:
-    """cells: bool [rows, columns], True = blocked; row 0 is the northern edge. side_m: metres of the grid's side."""
+    """Grid of blocked cells."""
 
     cells: torch.Tensor
+    """bool [rows, columns], true if blocked. Row 0 is the northern edge."""
     side_m: float
+    """Side length of the grid in metres."""
 
     def blocked(self, positions_2: torch.Tensor) -> torch.Tensor:
-        """Return whether positions x, z in metres, fp64 [..., 2], lie in blocked cells, bool [...]."""
+        """Return whether positions are in blocked cells.
+
+        Args:
+            positions_2: x and z in metres, fp64 [..., 2].
+
+        Returns:
+            bool [...].
+        """
         rows, columns = self.cells.shape
         share = torch.remainder(positions_2 / self.side_m + 0.5, 1.0)
         column = (share[..., 0] * columns).long().clamp(max=columns - 1)
@@ -28,7 +38,11 @@ class OccupancyGrid:
 
     @classmethod
     def read(cls, path: Path, side_m: float) -> "OccupancyGrid":
-        """Read an image file. Raises ValueError in one line."""
+        """Read an image file.
+
+        Raises:
+            ValueError: It cannot be read. The message is one line.
+        """
         import numpy as np
         from PIL import Image
 
@@ -40,7 +54,7 @@ class OccupancyGrid:
         return cls(torch.from_numpy(values < 128), side_m)
 
     def write(self, path: Path) -> None:
-        """Write an image file of one bit per cell."""
+        """Write an image file with one bit per cell."""
         from PIL import Image
 
         pixels = (~self.cells).byte().mul(255).numpy()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`manifest.json` of a checkpoint directory: size and SHA-256 of every file, and how to write the directory again.
+"""`manifest.json` of a checkpoint directory: size and SHA-256 of every file.
 
-Written with a world that this project made, checked before it is served: a file that is missing or damaged is one line.
-A directory without a manifest is not checked. Held by tests/worlds/test_manifest.py.
+It is written for the worlds of this project and verified before they are served; a missing or
+damaged file gives an error of one line. Directories without a manifest are not verified.
 """
 
 import hashlib
@@ -16,19 +16,30 @@ MANIFEST: Final = "manifest.json"
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Expected content of a file."""
+
     bytes: Annotated[int, msgspec.Meta(ge=0)]
+    """Size in bytes."""
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """SHA-256 as hexadecimal digits."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """write_again: the command that writes the directory; files: by path relative to it, `/` between folders."""
+    """Content of a `manifest.json`."""
 
     write_again: Annotated[str, msgspec.Meta(max_length=200)]
+    """Command that writes the directory again."""
     files: dict[Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")], FileEntry]
+    """Files by path relative to the directory, with `/` as the separator."""
 
 
 def write_manifest(folder: Path, write_again: str) -> Manifest:
-    """Describe every file below `folder` as it is now in its `manifest.json`."""
+    """Write the manifest of a directory for its current files.
+
+    Args:
+        folder: The directory.
+        write_again: As `Manifest.write_again`.
+    """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     files = {path.relative_to(folder).as_posix(): _entry(path) for path in paths}
     manifest = Manifest(write_again, files)
@@ -37,7 +48,11 @@ def write_manifest(folder: Path, write_again: str) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a directory, None if it has none. Raises ValueError in one line."""
+    """Return the manifest of a directory, or None if it has none.
+
+    Raises:
+        ValueError: The manifest is invalid. The message is one line.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -48,10 +63,16 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def check_files(folder: Path, remedy: str | None = None) -> None:
-    """Compare the files of a directory with its manifest, if it has one (25 MB take some hundredths of a second).
+    """Verify the files of a directory that has a manifest.
 
-    remedy: advice for a damaged file; None = the manifest's own command. Raises ValueError naming the first file
-    that is missing or differs.
+    25 MB take a few hundredths of a second.
+
+    Args:
+        folder: The directory.
+        remedy: Advice for a damaged file; None is the command of the manifest.
+
+    Raises:
+        ValueError: A file is missing or differs; the message names the first one.
     """
     manifest = read_manifest(folder)
     if manifest is None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How held keys, analog controls and velocities move cameras: the only integrator of the package.
+"""Movement of cameras by held keys, analog controls and velocities: the package's only integrator.
 
-A camera looks first, then moves in the horizontal plane along its new view. Where the world has an occupancy grid,
-movement stops at what is in the way and slides along it. The server, the training data and the truth that scores
-compare with all use these functions, so they agree.
+A camera rotates first and then moves in the horizontal plane along its new view. In a world with an
+occupancy grid, movement stops at blocked cells and slides along them. The server, the training data
+and the ground truth of scores all use these functions, so they agree.
 
-A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward). Needs torch alone.
-Held by tests/worlds/test_movement.py.
+A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). This module
+needs only torch.
 """
 
 # N cameras, K candidate directions
@@ -22,34 +22,43 @@ from vllm_omni.worlds.grid import OccupancyGrid
 
 YAW_DEGREES: Final = 6.0
 PITCH_DEGREES: Final = 4.0
-"""Rotation of one latent frame with a look key held."""
+"""Rotation in one latent frame while a look key is held."""
 PITCH_LIMIT_DEGREES: Final = 85.0
 
 _SUBSTEPS: Final = 8
-"""Parts of one latent frame's movement, each shorter than a cell of a grid, so that nothing is jumped over."""
+"""Number of parts of one latent frame's movement, each shorter than a cell, so that none is
+skipped."""
 _SLIDES_DEGREES: Final = (0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75)
-"""Directions that a part of a movement tries, relative to its own; the first free one is taken."""
+"""Directions in which a blocked part of a movement may slide, relative to it. The first free one is
+taken."""
 
 
 @dataclass(frozen=True)
 class Motion:
-    """What is held during one latent frame, fp64 [N] each.
-
-    ahead, aside, up: steps forward, to the right, upwards; 1 is a movement key.
-    yaw_degrees, pitch_degrees: rotation to the right and upwards.
-    """
+    """Movement of cameras during one latent frame. All fields are fp64 [N]."""
 
     ahead: torch.Tensor
+    """Steps forward; 1 is a held key."""
     aside: torch.Tensor
+    """Steps to the right."""
     up: torch.Tensor
+    """Steps upwards."""
     yaw_degrees: torch.Tensor
+    """Rotation to the right in degrees."""
     pitch_degrees: torch.Tensor
+    """Rotation upwards in degrees."""
 
     @classmethod
     def of_keys(
         cls, held: Sequence[str], *, yaw_degrees: float = YAW_DEGREES, pitch_degrees: float = PITCH_DEGREES
     ) -> "Motion":
-        """The motion of one set of held keys for each camera; opposite keys cancel."""
+        """Return the motion of each camera's held keys. Opposite keys cancel.
+
+        Args:
+            held: Held keys of each camera.
+            yaw_degrees: Rotation to the side by a look key.
+            pitch_degrees: Rotation up or down by a look key.
+        """
 
         def difference(plus: str, minus: str) -> torch.Tensor:
             return torch.tensor([float(plus in k) - float(minus in k) for k in held], dtype=torch.float64)
@@ -72,17 +81,18 @@ def move_cameras(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move cameras by one latent frame.
 
-    A rotation beyond the limit of the pitch is dropped whole. Diagonal movement is not normalised.
+    A rotation that would exceed the pitch limit is ignored completely. Diagonal movement is not
+    normalised.
 
     Args:
-        poses_N44: fp64; with a grid, positions are metres in the world's coordinates.
-        pitch_N: fp64, degrees above the horizon that the cameras have accumulated.
-        motion: What is held.
-        step: Length of one step, in the unit of the positions.
-        grid: What cannot be entered. Cameras then also keep their height. None: nothing is in the way.
+        poses_N44: fp64. With a grid, positions are in metres in the world's coordinates.
+        pitch_N: fp64. Accumulated pitch of the cameras above the horizon in degrees.
+        motion: Movement of the cameras.
+        step: Length of one step in the unit of the positions.
+        grid: Blocked cells; cameras then also keep their height. None: no cell is blocked.
 
     Returns:
-        The new poses and pitches, new tensors.
+        The new poses and pitches as new tensors.
     """
     look_N = torch.where((pitch_N + motion.pitch_degrees).abs() > PITCH_LIMIT_DEGREES, 0.0, motion.pitch_degrees)
     poses = poses_N44.clone()
@@ -109,7 +119,14 @@ def rotation(axis: int, degrees_N: torch.Tensor) -> torch.Tensor:
 
 
 def world_pose(x_m: float, z_m: float, heading_degrees: float, pitch_degrees: float = 0.0) -> torch.Tensor:
-    """Return the pose [4, 4], fp64 metres, of a camera at eye height that looks at a heading (north to east)."""
+    """Return the fp64 pose [4, 4] in metres of a camera at eye height.
+
+    Args:
+        x_m: Position to the east.
+        z_m: Position to the north.
+        heading_degrees: Direction of the view, clockwise from north.
+        pitch_degrees: Angle of the view above the horizon.
+    """
     pose_44 = torch.eye(4, dtype=torch.float64)
     yaw, pitch = (torch.tensor([angle], dtype=torch.float64) for angle in (heading_degrees, pitch_degrees))
     pose_44[:3, :3] = (rotation(1, yaw) @ rotation(0, pitch))[0]
@@ -118,12 +135,12 @@ def world_pose(x_m: float, z_m: float, heading_degrees: float, pitch_degrees: fl
 
 
 def pitch_of(pose_44: torch.Tensor) -> float:
-    """Degrees that a pose looks above the horizon."""
+    """Return the angle of a pose's view above the horizon in degrees."""
     return math.degrees(math.asin(-min(1.0, max(-1.0, float(pose_44[1, 2])))))
 
 
 def heading_of(pose_44: torch.Tensor) -> float:
-    """Degrees from north to east that a pose looks at, in [0, 360)."""
+    """Return the direction of a pose's view, clockwise from north, in degrees in [0, 360)."""
     return math.degrees(math.atan2(float(pose_44[0, 2]), float(pose_44[2, 2]))) % 360.0
 
 
@@ -141,7 +158,10 @@ def _horizontal(direction_N3: torch.Tensor) -> torch.Tensor:
 
 
 def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Where cameras at x and z arrive; a camera that is inside something may leave it in any direction."""
+    """Return the x and z where cameras arrive.
+
+    A camera in a blocked cell may leave it in any direction.
+    """
     share_S = torch.arange(_SUBSTEPS + 1, dtype=torch.float64) / _SUBSTEPS
     straight_NS = grid.blocked(position_N2[:, None] + share_S[:, None] * move_N2[:, None])
     arrived_N2 = position_N2 + move_N2
@@ -152,7 +172,7 @@ def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid)
 
 
 def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Move by parts of a step, each in the direction nearest to its own that is free; else the camera stays."""
+    """Move in parts, each in the free direction that is nearest to its own; without one, stay."""
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()
     x, z = part_N2[:, :1], part_N2[:, 1:]

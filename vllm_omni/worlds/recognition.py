@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StartImages`: whether an image is one of the world's own start images, of which the pose is known.
+"""`StartImages`: recognizes images that are start images of the world, whose pose is known.
 
-An image is stretched to 40x24 and to 20x12 pixels, as sessions stretch start images to their size, and compared with
-each start image. Two distances must be small: the root mean square difference at 40x24, and the largest mean difference
-of a 2x2 block at 20x12, both over the start image's own standard deviation. Measured on the nine start images of the
-village (accepted: JPEG quality 50, half and double size, four filters; refused: renders half a metre away or 5 degrees
-turned):
+An image is stretched to 40x24 and 20x12 pixels, as sessions stretch start images to their size, and
+compared with each start image. Two distances must be small: the root mean square difference at
+40x24, and the largest mean difference of a 2x2 block at 20x12, both divided by the standard
+deviation of the start image. The limits were chosen on the nine start images of the village.
+Accepted were JPEG quality 50, half and double size, and four filters; rejected were renders from
+half a metre away or turned by 5 degrees:
 
-| distance | largest of accepted | smallest of refused | limit |
+| distance | largest of accepted | smallest of rejected | limit |
 |---|---|---|---|
 | root mean square | 0.23 | 0.32 | 0.27 |
 | largest block | 0.32 | 0.47 | 0.38 |
 
-The arithmetic is exact on integers, so every rank gets the same result. Held by tests/worlds/test_recognition.py.
+The arithmetic is exact on integers, so every rank gets the same result.
 """
 
 # S start images, H height, W width
@@ -35,18 +36,22 @@ _LARGEST_BLOCK: Final = 0.38
 
 @dataclass(frozen=True, eq=False)
 class StartImages:
-    """The start images of one world.
-
-    fine_SHW3, coarse_SHW3: int64, scaled down. starts: in the same order.
-    """
+    """The start images of a world."""
 
     starts: tuple[StartPicture, ...]
+    """Descriptions of the start images."""
     fine_SHW3: np.ndarray
+    """The images scaled down to 40x24, int64, in the same order."""
     coarse_SHW3: np.ndarray
+    """The images scaled down to 20x12, int64, in the same order."""
 
     @classmethod
     def load(cls, folder: Path, card: WorldCard) -> "StartImages":
-        """Read the start images that a world description names. Raises ValueError in one line."""
+        """Read the start images of a world description.
+
+        Raises:
+            ValueError: An image cannot be read. The message is one line.
+        """
         images = [_read(card_file(folder, start.file)) for start in card.starts]
         fine = [_scaled(image, _FINE) for image in images]
         coarse = [_scaled(image, _COARSE) for image in images]
@@ -54,9 +59,12 @@ class StartImages:
         return cls(card.starts, np.stack(fine) if fine else empty, np.stack(coarse) if coarse else empty)
 
     def recognise(self, image_HW3: torch.Tensor) -> StartPicture | None:
-        """Return the start image that `image_HW3`, uint8 of any size, shows; None = it is another image.
+        """Return the start image that an image shows, or None if it is another image.
 
-        Takes less than a millisecond for an image of the size of a session.
+        Takes less than a millisecond for an image of a session's size.
+
+        Args:
+            image_HW3: uint8 image of any size.
         """
         if not self.starts:
             return None
@@ -82,9 +90,16 @@ def _scaled(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
 
 
 def _distances(known_SHW3: np.ndarray, image_HW3: np.ndarray, block: int | None) -> np.ndarray:
-    """Return the distance to each start image, fp64 [S]. block: side of the blocks; None = root mean square."""
+    """Return the distance to each start image, fp64 [S].
+
+    Args:
+        known_SHW3: Start images, scaled down.
+        image_HW3: Image, scaled down to the same size.
+        block: Side of the blocks; None selects the root mean square.
+    """
     difference_SHW3 = known_SHW3 - image_HW3
-    spread_S = known_SHW3.reshape(len(known_SHW3), -1).std(axis=1) + 1.0  # a flat start image has none
+    # 0 for a uniform start image
+    spread_S = known_SHW3.reshape(len(known_SHW3), -1).std(axis=1) + 1.0
     if block is None:
         total_S = (difference_SHW3**2).reshape(len(known_SHW3), -1).sum(axis=1)
         return np.sqrt(total_S / image_HW3.size) / spread_S

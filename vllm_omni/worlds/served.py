@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ServedWorld`: what a model needs of a checkpoint's world to know where its sessions are.
-
-Held by tests/model_executor/models/lingbot_world/test_world_pose.py.
-"""
+"""`ServedWorld`: the parts of a world description that a model needs to track world poses."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +14,24 @@ from vllm_omni.worlds.recognition import StartImages
 
 @dataclass(frozen=True, eq=False)
 class ServedWorld:
-    """metres_per_unit: length of a unit of camera translation. focal: focal length over the image's width; None = the
-    model's own. grid: what stops a walker; None = nothing does.
-    """
+    """A world as a model needs it."""
 
     metres_per_unit: float
+    """Metres per unit of camera translation."""
     focal: float | None
+    """Focal length of the camera divided by the image width; None is the model's."""
     grid: OccupancyGrid | None
+    """Blocked cells; None if nothing stops cameras."""
     starts: StartImages
+    """Start images with known poses."""
 
     @classmethod
     def load(cls, folder: Path) -> "ServedWorld | None":
-        """Read a checkpoint directory; None if it describes no world. Raises ValueError in one line."""
+        """Read the world of a checkpoint directory, or None if it describes none.
+
+        Raises:
+            ValueError: A file is invalid. The message is one line.
+        """
         card = read_card(folder)
         if card is None:
             return None
@@ -38,7 +41,11 @@ class ServedWorld:
         return cls(card.metres_per_unit, card.focal, grid, StartImages.load(folder, card))
 
     def recognised_pose(self, image_HW3: torch.Tensor) -> torch.Tensor | None:
-        """Return the world pose [4, 4] of a start image, uint8 of any size; None = it is none of the world's."""
+        """Return the world pose [4, 4] of a start image, or None for any other image.
+
+        Args:
+            image_HW3: uint8 image of any size.
+        """
         start = self.starts.recognise(image_HW3)
         if start is None:
             return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StartPose`: where in a world a session's start image was taken, as clients send it.
+"""`StartPose`: world pose of a session's start image, as clients send it.
 
-A model reads it from `DiffusionParams.options` of a session's first chunk (`START_POSE`).
+A model reads it from the `DiffusionParams.options` of a session's first chunk (`START_POSE`).
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,22 @@ Metres = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
 
 class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """x_m, z_m: metres to the east and north. heading_degrees: from north to the east. pitch_degrees: upwards."""
+    """World pose of a start image."""
 
     x_m: Metres
+    """Position to the east in metres."""
     z_m: Metres
+    """Position to the north in metres."""
     heading_degrees: Degrees
+    """Direction of the view, clockwise from north, in degrees."""
     pitch_degrees: Annotated[float, msgspec.Meta(ge=-85, le=85)] = 0.0
+    """Angle of the view above the horizon in degrees."""
 
     def as_option(self) -> dict[str, dict[str, float]]:
-        """The entry of `DiffusionParams.options`."""
+        """Return the entry of `DiffusionParams.options`."""
         return {START_POSE: msgspec.to_builtins(self)}
 
 
 def without_start_pose(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a request's later chunks: only its first one may start a session."""
+    """Return the options without a start pose, which only the first chunk of a session may have."""
     return {name: value for name, value in options.items() if name != START_POSE}

@@ -204,7 +204,7 @@ def test_the_file_and_the_model_are_checked_before_anything_heavy(
     (tmp_path / "text").write_text("hello")
     for arguments, reason in (
         ([tmp_path / "none"], "No such file"),
-        ([tmp_path / "text"], "no recording"),
+        ([tmp_path / "text"], "not a recording"),
         ([path], "pass --model"),
         ([path, "--model", tmp_path], "no checkpoint"),
         ([path, "--model", lingbot_world], "recorded with null_world"),

@@ -121,8 +121,11 @@ def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) ->
         (["--config-format", "hf"], r"--config-format hf: .* 'omni'"),
         (["--runner", "generate"], r"--runner generate: .* 'pooling'"),
         (["-tp", "3"], r"--tensor-parallel-size 3 .* 4 heads; allowed: 1, 2, 4"),
-        (["--additional-config.omni.vae_stage=true"], r"omni.vae_stage takes the last .* --pipeline-parallel-size 2"),
-        (["-pp", "2", "--additional-config.omni.pipeline_partition=[4]"], r"names 1 stages, 2 hold layers"),
+        (
+            ["--additional-config.omni.vae_stage=true"],
+            r"omni.vae_stage reserves the last .* --pipeline-parallel-size 2",
+        ),
+        (["-pp", "2", "--additional-config.omni.pipeline_partition=[4]"], r"lists 1 stages, but 2 hold layers"),
         (["--tensor-parallel-size=none"], r"--tensor-parallel-size must be a whole number >= 1, got 'none'"),
         (
             ["-pp", "2", "--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"],

@@ -47,7 +47,7 @@ def test_the_api_key_guards_both_doors(served: Served) -> None:
 
 def test_the_only_rank_computes_with_as_many_threads_as_the_user_says(served: Served) -> None:
     """OMP_NUM_THREADS, read by OpenMP in the process that a user's server spawns."""
-    assert f"this rank computes with {os.environ['OMP_NUM_THREADS']} threads" in served.log
+    assert f"this rank uses {os.environ['OMP_NUM_THREADS']} CPU threads" in served.log
 
 
 def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> None:

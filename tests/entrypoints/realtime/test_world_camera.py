@@ -56,7 +56,7 @@ def test_a_size_the_world_was_not_trained_for_is_made_with_a_warning(
         client.send(infer(FIRST + LATER, extra_body={"height": height, "width": width}))
         first, later = client.frames()
     assert (first["height"], first["width"]) == (height, width)
-    text = "untrained size: 80x48 was asked for, this world was trained at 160x96; expect poor pictures"
+    text = "untrained size: 80x48 was requested, this world was trained at 160x96; expect poor image quality"
     assert first.get("warnings", []) == ([text] if warned else [])
     assert "warnings" not in later
 

@@ -227,7 +227,7 @@ def test_an_entry_that_is_no_file_ends_no_start(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"checkpoint_s": 5}, "needs drain_snapshot_dir"), ({"checkpoint_s": 0, "drain_snapshot_dir": "k"}, ">= 0.1")],
+    [({"checkpoint_s": 5}, "requires drain_snapshot_dir"), ({"checkpoint_s": 0, "drain_snapshot_dir": "k"}, ">= 0.1")],
 )
 def test_checkpoints_need_a_place_and_a_time(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

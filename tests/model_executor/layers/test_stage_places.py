@@ -53,7 +53,7 @@ def test_a_partition_that_does_not_fit_is_refused(partition: tuple[int, ...]) ->
     ("options", "stages", "reason"),
     [
         ({"vae_stage": True}, 1, "--pipeline-parallel-size 2 or more"),
-        ({"pipeline_partition": [3, 4]}, 3, "names 2 stages, 3 hold layers"),
+        ({"pipeline_partition": [3, 4]}, 3, "lists 2 stages, but 3 hold layers"),
         ({"pipeline_partition": [3, 4], "vae_stage": True}, 2, "1 hold layers .*one of them for the VAE"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers for `--scheduler-cls`."""
+"""Scheduler classes for `--scheduler-cls`."""
 
 from vllm_omni.core.sched.ar_hidden_states_scheduler import ARHiddenStatesScheduler
 from vllm_omni.core.sched.stream_batch_scheduler import StreamBatchScheduler

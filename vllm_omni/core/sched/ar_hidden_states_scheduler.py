@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARHiddenStatesScheduler`: carries hidden states from the AR worker to the client, beside the text.
+"""`ARHiddenStatesScheduler`: carries hidden states from the AR worker to the client with the text.
 
-To stock vLLM a tensor in `ModelRunnerOutput.pooler_output` ends a request and replaces its text. This scheduler takes
-the tensors out before stock code sees them, keeps each request's rows until tokens leave the engine, and lets them
-leave together (`vllm_omni.hidden_states.encode_rows`). Its only additions to the stock policy:
+For stock vLLM, a tensor in `ModelRunnerOutput.pooler_output` finishes a request and replaces its
+text. This scheduler removes the tensors before stock code sees them, stores the hidden states of
+each request until its tokens leave the engine, and attaches them to the tokens
+(`vllm_omni.hidden_states.encode_rows`). It changes the stock policy only as follows:
 
-- a request that wants all rows does not read the prefix cache: a cached token is not computed and would have no row;
-- each token's row leaves once, in order of position, also after a preemption that computes tokens again;
-- a request whose rows exceed `omni.max_hidden_states_bytes`, that the worker refused, or that came over HTTP to a
-  server without an endpoint for rows, ends with `finish_reason` "error" and the reason; every other request goes on.
+- A request for all hidden states does not read the prefix cache, because a cached token is not
+  computed and would have none.
+- The hidden state of each token is sent once, in order of position, even after a preemption that
+  recomputes tokens.
+- A request finishes with `finish_reason` "error" and the reason if its hidden states exceed
+  `omni.max_hidden_states_bytes`, if the worker refused it, or if it came over HTTP to a server
+  without an endpoint for hidden states. All other requests continue.
 
-Works with and without async scheduling. Requests that did not ask take the stock path. Held by
-tests/core/test_ar_hidden_states_scheduler.py.
+It works with and without async scheduling. Other requests take the stock path.
 """
 
 import os
@@ -33,22 +36,27 @@ from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.processes import end_with_parent
 
 _HTTP_REQUESTS: Final = ("cmpl-", "chatcmpl-")
-"""How vLLM's text endpoints name requests."""
+"""Prefixes of request ids of vLLM's text endpoints."""
 
 
 @dataclass
 class _Rows:
-    """One request's progress, and its rows that have not left the engine yet."""
+    """Progress of one request, and its hidden states that have not left the engine."""
 
     request: Request
+    """The request."""
     asked: HiddenStatesRequest
+    """The requested hidden states."""
     computed: int = 0
-    """Tokens behind the rows of the steps seen so far; goes back when a preempted request starts again."""
+    """Number of tokens computed so far. Decreases when a preempted request restarts."""
     next_position: int = 0
-    """Rows of lower positions have been taken."""
+    """Position of the first token whose hidden state has not been stored."""
     num_bytes: int = 0
+    """Size of all hidden states stored so far, in bytes."""
     held: list[torch.Tensor] = field(default_factory=list)
+    """Stored hidden states that have not been sent."""
     positions: list[int] = field(default_factory=list)
+    """Position of each stored hidden state."""
 
 
 class ARHiddenStatesScheduler(Scheduler):
@@ -68,7 +76,8 @@ class ARHiddenStatesScheduler(Scheduler):
         self._rows: dict[str, _Rows] = {}
         named = os.environ.get("VLLM_PLUGINS", "").split(",")
         self._has_endpoint = any(name.startswith("vllm_omni_") for name in named)
-        """Whether an API server of this package can keep rows: vLLM loads endpoints only by name."""
+        """Whether an API server of this package can deliver hidden states. vLLM loads endpoints by
+        name."""
 
     def add_request(self, request: Request) -> None:
         asked = _asked_by(request)
@@ -105,7 +114,11 @@ class ARHiddenStatesScheduler(Scheduler):
         model_runner_output: ModelRunnerOutput,
         entries: list[torch.Tensor | None] | None,
     ) -> tuple[dict[str, _Rows], dict[str, RequestFailed]]:
-        """Add this step's rows to the held ones. Returns the requests in this step, and those that failed."""
+        """Store the hidden states of this step.
+
+        Returns:
+            The requests in this step, and the failed requests.
+        """
         restarts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -141,7 +154,15 @@ class ARHiddenStatesScheduler(Scheduler):
         return concerned, failed
 
     def _hold(self, rows: _Rows, entry: torch.Tensor) -> RequestFailed | None:
-        """Keep the rows not seen before; the entry is the last part of the rows that this step computed."""
+        """Store the hidden states of tokens that have none yet.
+
+        Args:
+            rows: The request.
+            entry: Hidden states of the last tokens that this step computed.
+
+        Returns:
+            The error if they exceed the limit.
+        """
         first = rows.computed - len(entry)
         entry = entry[max(0, rows.next_position - first) :]
         if not len(entry):
@@ -155,8 +176,8 @@ class ARHiddenStatesScheduler(Scheduler):
             return RequestFailed(
                 "too_large",
                 f"{rows.num_bytes} bytes of hidden states at token {rows.computed} exceed the limit of "
-                f"{self._max_bytes} bytes per request (omni.max_hidden_states_bytes): ask for fewer layers, for "
-                "`generated` or `last` rows, or for fewer tokens",
+                f"{self._max_bytes} bytes per request (omni.max_hidden_states_bytes): request fewer layers, "
+                "`generated` or `last` hidden states, or fewer tokens",
             )
         rows.held.append(entry)
         rows.positions.extend(range(rows.computed - len(entry), rows.computed))
@@ -164,7 +185,10 @@ class ARHiddenStatesScheduler(Scheduler):
         return None
 
     def _finish_failed(self, failed: dict[str, RequestFailed], outputs: dict[int, EngineCoreOutputs]) -> None:
-        """End these requests with an error; tokens that this step sampled for them are still delivered."""
+        """Finish requests with an error.
+
+        Tokens that this step sampled for them are still delivered.
+        """
         requests = {req_id: self.requests[req_id] for req_id in failed if req_id in self.requests}
         self.finish_requests(requests, RequestStatus.FINISHED_ERROR)
         for req_id, request in requests.items():
@@ -183,11 +207,14 @@ class ARHiddenStatesScheduler(Scheduler):
 
 
 class _AsyncARHiddenStatesScheduler(ARHiddenStatesScheduler, AsyncScheduler):
-    """The same over the scheduler that plans a step ahead of the results."""
+    """The same scheduler on top of vLLM's asynchronous one, which plans one step ahead."""
 
 
 def _asked_by(request: Request) -> HiddenStatesRequest | None:
-    """A request's `HiddenStatesRequest`; None if it has none or a malformed one, which the worker refuses."""
+    """Return the `HiddenStatesRequest` of a request.
+
+    None if it has none, or a malformed one, which the worker refuses.
+    """
     if request.sampling_params is None:
         return None
     try:
@@ -205,7 +232,7 @@ def _error_in(envelope: torch.Tensor) -> RequestFailed:
 
 
 def _attach(rows: _Rows, output: EngineCoreOutput) -> None:
-    """Give an output the rows held so far; rows behind a token that a stop cut off stay behind."""
+    """Attach the stored hidden states to an output, except those after a stop."""
     num_tokens = len(output.new_token_ids)
     known = rows.request.num_tokens - 1
     keep = sum(position < known for position in rows.positions)
@@ -221,6 +248,9 @@ def _attach(rows: _Rows, output: EngineCoreOutput) -> None:
 
 
 def _stops_in_front(rows: _Rows) -> bool:
-    """Whether the front end may end this request by itself (stop strings): then every step's row must be there."""
+    """Whether the frontend may finish the request (stop strings).
+
+    It then needs all hidden states.
+    """
     params = rows.request.sampling_params
     return params is not None and bool(params.stop)

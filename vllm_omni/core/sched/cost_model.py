@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepCostModel`: predicts a step's duration; fitted to measured step durations while the engine serves.
+"""`StepCostModel`: predicts the duration of a step, fitted to measured steps while serving.
 
-Duration is modelled as linear in features of a batch (see `StepCosts`): four, and for each degradation level how much
-less (or more) a chunk's end takes there than at the level before (0 until one has been seen). The fit is least squares
-over the last `_WINDOW` steps, regularised towards the previous estimate, so that costs absent from the window (larger
-batches, when only one stream is live) keep their value; steps far from prediction count less (Huber), so that a hiccup
-of seconds does not move it, while a lasting change does. Knows no clock and no vLLM.
-Held by tests/core/test_step_cost_model.py.
+The duration is modelled as linear in four features of a batch (see `StepCosts`), plus one per
+degradation level: how much less (or more) the end of a chunk takes than at the previous level, 0
+until one has been observed. The fit is least squares over the last `_WINDOW` steps, regularised
+towards the previous estimate, so that features that do not occur in the window (for example larger
+batches while only one stream is live) keep their cost. Steps far from the prediction have less
+weight (Huber), so that a hiccup of seconds does not change the model but a lasting change does.
+This module uses neither a clock nor vLLM.
 """
 
 from collections.abc import Sequence
@@ -19,17 +20,20 @@ _NUM_FEATURES = 4
 _WINDOW = 96
 _REFIT_EVERY = 4
 _EAGER = 24
-"""Until so many steps have been seen the model is fitted after each of them."""
+"""Number of first steps after each of which the model is fitted."""
 _PULL = 1e-2
-"""Weight of the estimate before, in steps; small, so that it decides only where the window says nothing."""
+"""Weight of the previous estimate, in steps. Small, so that it matters only for absent features."""
 _HUBER = 2.0
 _ITERATIONS = 3
 
 
 class StepCostModel:
-    """Feed it `observe`; read `costs`. The first estimate makes everything proportional to size.
+    """Fits step costs to observations.
 
-    num_levels: how many qualities chunks may have, the full one included.
+    The first estimate makes the duration proportional to the size.
+
+    Args:
+        num_levels: Number of quality levels, including full quality.
     """
 
     def __init__(self, num_levels: int = 1) -> None:
@@ -39,15 +43,21 @@ class StepCostModel:
         self._features = np.zeros((_WINDOW, _NUM_FEATURES + self._num_degraded))
         self._durations_s = np.zeros(_WINDOW)
         self._scale = 1.0
-        """Sizes are divided by the first one seen, so that all features are near one."""
+        """Divisor of sizes: the first size observed, so that all features are near one."""
         self._beta: np.ndarray | None = None
 
     def observe(
         self, total: float, first: float, last: float, duration_s: float, degraded: Sequence[float] = ()
     ) -> None:
-        """Take in one step: the sizes in its batch, those that began and those that ended with it; how long it took.
+        """Add one measured step.
 
-        degraded: of those that ended, the sizes at level 1 and beyond, at level 2 and beyond, ...; () = none.
+        Args:
+            total: Total size of the batch.
+            first: Size of the requests that started with the step.
+            last: Size of the requests that ended with the step.
+            duration_s: Duration in seconds.
+            degraded: Size of the ended requests at level 1 and beyond, level 2 and beyond, and so
+                on. Empty means none.
         """
         if total <= 0.0 or not duration_s >= 0.0:
             return
@@ -67,10 +77,11 @@ class StepCostModel:
         assert self._beta is not None
         count = min(self.num_observed, _WINDOW)
         rows, durations_s, before = self._features[:count], self._durations_s[:count], self._beta
-        # One outlier among the first few would be the estimate: begin from the median step, not from the first.
+        # An outlier among the first few steps would dominate: start from the median step, not the
+        # first.
         beta = before if count > 3 else self._proportional(float(np.median(durations_s / rows[:, 1])))
         pull = np.full(len(before), _PULL)
-        pull[0] *= 10.0  # a cost of the step itself needs the most evidence
+        pull[0] *= 10.0  # the constant cost of a step needs the most evidence
         for _ in range(_ITERATIONS):
             residuals = np.abs(durations_s - rows @ beta)
             spread = 1.4826 * float(np.median(residuals)) + 1e-6

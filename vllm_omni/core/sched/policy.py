@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline policy: which requests take their next denoise step together, whom to refuse, when to give up quality.
+"""The deadline policy: selection of batches, refusal of streams, and degradation of quality.
 
-Pure functions of their arguments: no clock, no vLLM, no state. `StreamBatchScheduler` calls them in an engine,
-`benchmarks/scheduler_simulator.py` in virtual time. Every request has a due time: its own deadline; or, without one, a
-time by which its next step is due, which keeps it from starving, and from running through while others are late.
-Held by tests/core/test_scheduling_policy.py.
+These are pure functions: they use neither a clock nor vLLM and have no state.
+`StreamBatchScheduler` calls them in an engine, `benchmarks/scheduler_simulator.py` in virtual time.
+Every request has a due time. It is the request's deadline or, without one, a time by which its next
+step is due; the latter prevents starvation, and prevents the request from running through while
+others are late.
 """
 
 import math
@@ -13,52 +14,60 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_UTILISATION = 0.95
-"""Share of the engine's time that admitted streams may need, by prediction; the rest absorbs prediction errors."""
+"""Maximum predicted share of the engine's time for admitted streams. The rest absorbs prediction
+errors."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request that could take a step now.
-
-    due_s: absolute; requests are ordered by it. has_deadline: `due_s` is the deadline of the whole request; else only a
-    target for its next step.
-    steps_left: forward passes it still needs, >= 1, a guess before its first one. started: it has had one.
-    size: how large its forward is, in any unit that `StepCosts` uses too. order: unique; decides between equals.
-    step: steps it has been given so far, those in flight included. level: its chunk's degradation, 0 = full quality; a
-    guess before its first step.
-    """
+    """A request that could run a step now."""
 
     request_id: str
+    """Id of the request."""
     due_s: float
+    """Due time in seconds, absolute. Requests are ordered by it."""
     has_deadline: bool
+    """Whether `due_s` is the deadline of the whole request, not a target for its next step."""
     steps_left: int
+    """Remaining forward passes, at least 1. A guess before the first step."""
     started: bool
+    """Whether the request has run a step."""
     size: float
+    """Size of its forward pass, in the unit of `StepCosts`."""
     order: int
+    """Unique number that breaks ties."""
     step: int = 0
+    """Steps scheduled so far, including those in flight."""
     level: int = 0
+    """Degradation level of its chunk; 0 is full quality. A guess before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """How long a step takes: `step_s + size_s x sizes + first_s x sizes that begin + last_s x sizes that end`.
+    """Costs that predict the duration of a step.
 
-    All zero = nothing measured yet. `first_s` is the cost of encoding, `last_s` that of decoding. degraded_last_s:
-    `last_s` at each degradation level from 1 on; () = as at full quality.
+    The duration is `step_s`, plus `size_s` times the size of the batch, plus `first_s` times the
+    size of the requests that start, plus `last_s` times the size of the requests that end. All zero
+    means that nothing has been measured.
     """
 
     step_s: float = 0.0
+    """Seconds of a step, independent of its batch."""
     size_s: float = 0.0
+    """Seconds per unit of size."""
     first_s: float = 0.0
+    """Additional seconds per unit of size in a request's first step: the cost of encoding."""
     last_s: float = 0.0
+    """Additional seconds per unit of size in a request's last step: the cost of decoding."""
     degraded_last_s: tuple[float, ...] = ()
+    """`last_s` at each degradation level from 1 on. Empty means as at full quality."""
 
     def last_at(self, level: int) -> float:
-        """`last_s` at a degradation level."""
+        """Return `last_s` at a degradation level."""
         return self.degraded_last_s[level - 1] if level and self.degraded_last_s else self.last_s
 
     def of_step(self, request: LiveRequest) -> float:
-        """Seconds of the request's next step alone in a batch, without `step_s`."""
+        """Return the seconds that a request's next step adds to a batch."""
         per_size = self.size_s
         if not request.started:
             per_size += self.first_s
@@ -67,21 +76,31 @@ class StepCosts:
         return per_size * request.size
 
     def of_chunk(self, steps: int, size: float, started: bool = False, level: int = 0) -> float:
-        """Seconds of a chunk's `steps` steps, each in a batch of its own."""
+        """Return the seconds of a chunk whose steps each run alone in a batch."""
         per_size = steps * self.size_s + self.last_at(level) + (0.0 if started else self.first_s)
         return max(0.0, steps * self.step_s + per_size * size)
 
 
 def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, max_requests: int) -> list[LiveRequest]:
-    """Return the requests that take a step now: those due first, as many as no deadline is missed for.
+    """Return the requests that run a step now: the earliest due ones, as many as deadlines allow.
 
-    Of the batches made of the first k requests by due time, k <= max_requests, the largest is taken that keeps every
-    deadline which can still be kept: its members get their step when the whole batch is done, the others wait for that
-    long, and from then on all requests are assumed to be served one by one in order of due time. For requests that are
-    late in any case, the batch with the least total waiting time is taken; of equal ones the larger. If most requests
-    with a deadline are late by that prediction, the total waiting time alone decides.
+    Candidates are the batches of the first k requests by due time, k <= max_requests. The largest
+    one is chosen that keeps every deadline which can still be kept. The prediction assumes that
+    members finish their step with the whole batch, that all others wait for it, and that all
+    requests are then served one by one in order of due time. Requests that are late in any case
+    favour the batch with the least total waiting time, and among equal ones the larger. If most
+    requests with a deadline are predicted to be late, the total waiting time alone decides.
 
-    Never empty if `live` is not. O(n log n).
+    Runs in O(n log n).
+
+    Args:
+        now_s: When the batch starts.
+        live: Requests that could run a step.
+        costs: Predicted costs.
+        max_requests: Maximum size of the batch.
+
+    Returns:
+        The batch. Empty only if `live` is.
     """
     queue = sorted(live, key=_urgency)
     most = min(max_requests, len(queue))
@@ -89,7 +108,7 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
         return queue[:most]
     step_s, size_s, first_s = costs.step_s, costs.size_s, costs.first_s
 
-    # How much later each request could be done than one-by-one service would have it done.
+    # Slack of each request if the queue were served one request at a time.
     slack_s: list[float] = []
     work_s = 0.0
     num_deadlines = late_behind = 0
@@ -109,12 +128,12 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
         if slack < 0.0:
             late_behind += 1
     if 2 * late_behind > num_deadlines:
-        # Overloaded, or only batches can make it: minimise the total waiting time.
+        # Overload, or only batching can keep the deadlines: minimise the total waiting time.
         slack_s = [-1.0 if request.has_deadline else math.inf for request in queue]
         late_behind = num_deadlines
 
     best, best_wait_s = 1, 0.0
-    together_s, alone_s = step_s, 0.0  # the batch's step; the same steps one by one
+    together_s, alone_s = step_s, 0.0  # duration of the batch, and of the same steps one by one
     slack_inside_s = math.inf
     late_inside, late_alone_s = 0, 0.0
     for index in range(most):
@@ -132,7 +151,8 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
             best_wait_s = 0.0
             continue
         wait_s = late_inside * together_s - late_alone_s + late_behind * (together_s - alone_s)
-        # Those behind it never have to wait longer than one by one: each member after the first saves a `step_s`.
+        # Later requests never wait longer than one by one: each member after the first saves a
+        # `step_s`.
         if slack_inside_s >= together_s and wait_s <= best_wait_s + 1e-9:
             best, best_wait_s = index + 1, wait_s
     return queue[:best]
@@ -142,7 +162,7 @@ _urgency: Callable[[LiveRequest], tuple[float, int]] = operator.attrgetter("due_
 
 
 def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts) -> float:
-    """When `request` is done if it and all requests due before it are served one by one."""
+    """Return when a request ends if it and all requests due earlier are served one by one."""
     own = _urgency(request)
     ahead = (other for other in live if _urgency(other) <= own)
     return now_s + sum(
@@ -155,14 +175,20 @@ def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveReque
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A stream that requests a chunk every `period_s`. chunk_s: duration of one chunk alone (0.0 = not known)."""
+    """Demand of a stream."""
 
     period_s: float
+    """Seconds between two chunks."""
     chunk_s: float
+    """Seconds of one chunk alone; 0 if unknown."""
 
 
 def refuses(demands: Sequence[Demand], new: Demand) -> str | None:
-    """Why a new stream cannot be held beside `demands`, or None if it can (or if its chunk duration is not known)."""
+    """Return why a new stream cannot be sustained next to the live streams.
+
+    Returns:
+        The reason; None if it can be sustained or if the duration of its chunk is unknown.
+    """
     if new.chunk_s <= 0.0:
         return None
     own = new.chunk_s / new.period_s
@@ -171,17 +197,24 @@ def refuses(demands: Sequence[Demand], new: Demand) -> str | None:
         return None
     return (
         f"a chunk every {new.period_s:.3g} s would take {own:.0%} of the engine's time, {len(demands)} live streams "
-        f"take {others:.0%}, and together at most {MAX_UTILISATION:.0%} can be held: ask for fewer frames a second or "
+        f"take {others:.0%}, and at most {MAX_UTILISATION:.0%} can be used: request a lower frame rate or "
         "try again later"
     )
 
 
 def choose_level(level: int, costs_s: Sequence[float], due_s: float, start_s: float, period_s: float) -> int:
-    """Return the degradation level of a chunk that is about to begin: the best quality that is done in time.
+    """Return the degradation level of a chunk that is about to start: the best one in time.
 
-    level: the stream's last one. costs_s: a chunk's duration at each level, 0 = full quality. start_s: predicted start;
-    due_s: its deadline. Better quality than last time is taken only if it leaves a tenth of `period_s`, so that a
-    stream does not flicker between two levels. If no level is in time, the last (cheapest) is taken.
+    A better quality than that of the last chunk must leave a tenth of `period_s` as margin, so that
+    a stream does not flicker between two levels. If no level is in time, the last (cheapest) one is
+    chosen.
+
+    Args:
+        level: Level of the stream's last chunk.
+        costs_s: Duration of the chunk at each level; 0 is full quality.
+        due_s: Deadline of the chunk.
+        start_s: Predicted start of the chunk.
+        period_s: Seconds between two chunks of the stream.
     """
     for candidate, chunk_s in enumerate(costs_s):
         margin_s = 0.1 * period_s if candidate < level else 0.0

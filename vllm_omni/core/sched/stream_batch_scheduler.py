@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler`: one denoise step per engine step, requests at different steps in one batch.
+"""`StreamBatchScheduler`: one denoise step per engine step; a batch has requests at any step.
 
-To stock vLLM a pooling request is finished by its first output and has nothing left to compute until then. This
-scheduler gives a request that returned no output its one token back, so that it is scheduled again: one token is
-one micro-step. Its only additions to the stock policy:
+In stock vLLM, the first output of a pooling request finishes it, and until then it has no further
+tokens to compute. This scheduler returns the one token of a request that has no output yet, so that
+the request is scheduled again: one token is one micro-step. It changes the stock policy only as
+follows:
 
-- a request never has two micro-steps in flight (the token comes back only with the output);
-- within a session, chunks run in the order of their chunk index (arrival decides between equals): one after the other,
-  or up to `omni.chunks_in_flight` of them, each `StepOutput.steps_behind` steps behind the one before it;
-- the next chunk may start while the last one's result is still on its way (`StepOutput.denoised`);
-- at most `omni.max_requests_per_step` requests share a batch, and no more than `--max-num-batched-tokens` (those that
-  only deliver do not count);
-- with pipeline parallelism, the live requests are spread over as many batches as there are stages;
-- with `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets each chunk's degradation
-  level; its step costs are measured while serving (`cost_model.py`).
+- A request never has two micro-steps in flight, because the token is returned with the output.
+- Chunks of a session run in the order of their chunk index, and of arrival among equals. They run
+  one after the other or, with `omni.chunks_in_flight`, several at a time, each
+  `StepOutput.steps_behind` steps after its predecessor.
+- The next chunk may start while the result of the last one is still being decoded or copied
+  (`StepOutput.denoised`).
+- A batch has at most `omni.max_requests_per_step` requests and `--max-num-batched-tokens` (requests
+  that only deliver do not count).
+- With pipeline parallelism, the live requests are distributed over as many batches as there are
+  stages.
+- With `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets the
+  degradation level of each chunk. Its step costs are measured while serving (`cost_model.py`).
 
-`streams.py` keeps the state of streams. It knows requests and sessions by name only.
-Why not vLLM's scheduler alone: it budgets tokens and K/V blocks, and a chunk has neither; it would
-end a request at its first result.
-Held by
-tests/core/test_stream_batch_scheduler.py, tests/core/test_deadline_scheduler.py,
-tests/core/test_chunks_in_flight_scheduler.py.
+`streams.py` holds the state of streams. This module knows requests and sessions only by id.
 """
 
 import math
@@ -45,26 +44,28 @@ from vllm_omni.outputs import opaque
 from vllm_omni.processes import end_with_parent
 
 _PATIENCE_S = 0.5
-"""Requests without a deadline take, together, a step at least that often."""
+"""Maximum seconds between two steps of the requests without a deadline, taken together."""
 
 _NOT_NOW = 1 << 62
-"""Engine step in which a running request that is not in the batch may run again, as far as stock code knows."""
+"""`next_decode_eligible_step` that keeps a running request out of the batch in stock code."""
 
 
 class StreamBatchScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        end_with_parent()  # of the engine core: with `mp`, nothing else of ours runs there
+        # for the engine core: with `mp`, no other code of this package runs there
+        end_with_parent()
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
-        # One token is one micro-step, so vLLM's bound on the tokens of a step is one on its requests.
+        # One token is one micro-step, so vLLM's limit on the tokens of a step limits its requests.
         self._max_requests_per_step = min(omni.max_requests_per_step, self.max_num_scheduled_tokens)
         self._num_stages = self.parallel_config.pipeline_parallel_size
         self._streams = Streams(_PATIENCE_S, 1 + len(omni.degradations), omni.chunks_in_flight)
         self._holds_back = omni.chunks_in_flight > 1
         self._delivering: set[str] = set()
-        """Requests whose chunk is done and whose result is on its way."""
+        """Requests whose chunk is done and whose result is being decoded or copied."""
         self._without_params: set[str] = set()
-        """Requests of vLLM's own `/pooling`, which carries no `DiffusionParams`: each ends with an error."""
+        """Requests of vLLM's own `/pooling`, which sends no `DiffusionParams`. Each ends with an
+        error."""
         self._by_deadline = omni.scheduling == "deadline"
         self._degradations = omni.degradations
         self._refuses_streams = omni.target_fps is not None
@@ -72,12 +73,13 @@ class StreamBatchScheduler(Scheduler):
         self._in_flight: set[str] = set()
         self._chosen: set[str] = set()
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
-        """Batches in flight, by id of their `SchedulerOutput`: when formed, and (request, takes its first step)."""
+        """Batches in flight by the id of their `SchedulerOutput`: when formed, and (request, is
+        started)."""
         self._last_end_s = 0.0
         self._unmeasured: tuple[float, float, float, list[float]] | None = None
-        """Sizes of the last batch: its device time comes with the next one's answer."""
+        """Sizes of the last batch, whose device time arrives with the next result."""
         self._device_free_s = 0.0
-        """When the device is predicted to be idle."""
+        """When the device is predicted to become idle."""
 
     def add_request(self, request: Request) -> None:
         now_s = time.monotonic()
@@ -119,10 +121,10 @@ class StreamBatchScheduler(Scheduler):
         return output
 
     def _choose(self, now_s: float, max_requests: int) -> None:
-        """Decide on the next batch and make the stock scheduler take exactly these requests."""
+        """Choose the next batch and make the stock scheduler schedule exactly these requests."""
         live = self._streams.runnable(self._in_flight)
         room = self.max_num_active_reqs - len(self.running) if self.pause_state == PauseState.UNPAUSED else 0
-        if room < len(live):  # rare: paused, or more sessions than vLLM may run
+        if room < len(live):  # rare: paused, or more sessions than vLLM may run at once
             fresh = sorted((r for r in live if not r.started), key=lambda r: (r.due_s, r.order))[max(0, room) :]
             live = [request for request in live if request not in fresh]
         costs = self._cost_model.costs
@@ -178,11 +180,13 @@ class StreamBatchScheduler(Scheduler):
         return outputs
 
     def _measure(self, scheduler_output: SchedulerOutput, step: StepOutput | None, now_s: float) -> None:
-        """Tell the cost model how long a batch took.
+        """Report the duration of a batch to the cost model.
 
-        Without a device time of the batch before (`StepOutput.before_s`) it is this one, by the clock: batches follow
-        one another on the device, so a step lasts from the end of the one before. A host that runs ahead answers when
-        the step before has ended: by the clock a chunk would seem to begin for nothing and to end with a step more.
+        If the device time of the previous batch is known (`StepOutput.before_s`), it is reported.
+        Otherwise the duration of this batch is measured with the clock: batches follow each other
+        on the device, so a step lasts from the end of the previous one. The clock does not work if
+        the host runs ahead, because its result arrives when the previous step has ended: the start
+        of a chunk would seem to be free, and its end would seem to take an additional step.
         """
         formed_s, batch = self._launched.pop(id(scheduler_output), (now_s, []))
         going_on = step.progress if step is not None else self.requests
@@ -204,7 +208,10 @@ class StreamBatchScheduler(Scheduler):
             self._device_free_s += max(0.0, own_s)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Stock hook: may this waiting request start now? Only if it is first in its session, and in the batch."""
+        """Whether a waiting request may start: it must be next in its session and in the batch.
+
+        This is a hook of the stock scheduler.
+        """
         if not super()._handle_blocked_waiting_request(request):
             return False
         if self._by_deadline:
@@ -223,7 +230,7 @@ def _carries_params(request: Request) -> bool:
 
 
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Make the errors of these requests data that `/pooling` cannot answer with."""
+    """Convert the errors of these requests to data that `/pooling` cannot encode."""
     for engine_outputs in outputs.values():
         for output in engine_outputs.outputs:
             if output.request_id in request_ids and output.pooling_output is not None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Streams`: the scheduler's state of requests and of the streams (sessions) they belong to.
+"""`Streams`: scheduling state of requests and of the streams (sessions) that they belong to.
 
-Turns within each session, due times, steps left, steps and sizes of a session's earlier chunks, live streams and their
-demand. Turns these into `policy.py`'s inputs; decides nothing else.
+It tracks the order of requests in each session, due times, remaining steps, steps and sizes of a
+session's earlier chunks, live streams and their demand. It turns these into inputs of `policy.py`
+and makes no other decisions.
 
-Turns: requests of a session run in the order of their chunk index, several at once only as `ChunkOrder` allows;
-`reset`, `close` and `fork` wait until no chunk is at work. Steps in flight count: batches reach every pipeline stage in
-the order in which they were formed.
-Knows requests and sessions by name only, and no vLLM. Held by tests/core/test_streams.py and
-tests/core/test_chunks_in_flight_turns.py.
+Requests of a session run in the order of their chunk index, and several at a time only as
+`ChunkOrder` allows. `reset`, `close` and `fork` wait until no chunk is in flight. Steps in flight
+count as done, because batches reach every pipeline stage in the order in which they were formed.
+This module knows requests and sessions only by id and does not depend on vLLM.
 """
 
 import math
@@ -23,24 +23,31 @@ from vllm_omni.core.step_output import ChunkProgress
 
 _REMEMBERED = 4096
 _LIVE_PERIODS = 3.0
-"""A stream that has asked for nothing for so many of its periods does not count as live (until it asks again)."""
+"""Periods without a request after which a stream no longer counts as live, until its next
+request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """A request's fields for scheduling. chunk_index: inf = none named. is_chunk: not `reset`, `close` or `fork`."""
+    """Fields of a request that matter for scheduling."""
 
     session_id: str
+    """Session of the request."""
     chunk_index: float
+    """Index of the chunk; infinite if the request has none."""
     is_chunk: bool = True
+    """False for `reset`, `close` and `fork`."""
     deadline_s: float | None = None
+    """Seconds from arrival to the deadline, if it has one."""
     period_s: float | None = None
+    """Seconds between two chunks of the stream, if known."""
 
     @classmethod
     def read(cls, request_id: str, extra_kwargs: dict[str, Any] | None) -> "RequestFields":
-        """A malformed request is its own session (the runner refuses it).
+        """Read the fields from `PoolingParams.extra_kwargs`.
 
-        A request without a chunk index takes its turn by arrival, behind those that name one.
+        A malformed request counts as a session of its own; the runner refuses it. A request without
+        a chunk index runs after requests with one, in order of arrival.
         """
         fields = extra_kwargs.get("omni") if extra_kwargs else None
         if not isinstance(fields, dict):
@@ -61,34 +68,49 @@ def _seconds(value: Any) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One session. waiting: its requests with steps to take, by id, and their turn. steps: of a chunk at each level.
-
-    begun: requests of `waiting` that have been in a batch, in that order. next: the first of the others. established:
-    the session has a committed chunk. last_used_s: when its last request ended; unused while others wait.
-    """
+    """Scheduling state of one session."""
 
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Requests with remaining steps by id, and their sort keys."""
     begun: list[str] = field(default_factory=list)
+    """Requests of `waiting` that have been in a batch, in that order."""
     next: str | None = None
+    """First of the other requests in `waiting`."""
     established: bool = False
+    """Whether the session has a committed chunk."""
     steps: dict[int, int] = field(default_factory=dict)
+    """Steps of a chunk by degradation level, as last observed."""
     size: float | None = None
+    """Size of a chunk, as last observed."""
     level: int = 0
+    """Degradation level of the last chunk."""
     period_s: float | None = None
+    """Seconds between two chunks, if known."""
     last_used_s: float = 0.0
+    """When its last request ended. Not used while others wait."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """A request with remaining steps."""
+
     fields: RequestFields
+    """Fields of the request."""
     stream: Stream
+    """Stream of the request."""
     live: LiveRequest
+    """The request as an input of `policy.py`."""
 
 
 class Streams:
-    """All requests with steps to take. patience_s: requests without a deadline take, together, a step at
-    least that often, even while others are late. num_levels: how many qualities there are. chunks_in_flight: see
-    `OmniConfig`."""
+    """All requests with remaining steps.
+
+    Args:
+        patience_s: Maximum seconds between two steps of the requests without a deadline, taken
+            together, even while others are late.
+        num_levels: Number of quality levels.
+        chunks_in_flight: See `OmniConfig`.
+    """
 
     def __init__(self, patience_s: float, num_levels: int = 1, chunks_in_flight: int = 1) -> None:
         self.order = ChunkOrder(chunks_in_flight)
@@ -96,23 +118,24 @@ class Streams:
         self._patient: set[str] = set()
         """Chunks without a deadline."""
         self._patient_step_s = 0.0
-        """When one of them last took a step, or the first of them came."""
+        """When one of them last ran a step, or when the first of them arrived."""
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, Stream] = OrderedDict()
         self._active: dict[str, Stream] = {}
-        """The streams of `_streams` with requests waiting."""
+        """Streams of `_streams` that have waiting requests."""
         self._num_arrivals = 0
         self._typical = Stream()
-        """Steps and size of the last chunk of any stream: the guess for a stream without a finished chunk."""
+        """Steps and size of the last chunk of any stream, as a guess for streams without a finished
+        one."""
 
     def __len__(self) -> int:
-        """How many requests can take a step at the same time."""
+        """Return how many requests can run a step at the same time."""
         if self.order.limit == 1:
             return len(self._active)
         return sum(min(self.order.limit, len(stream.waiting)) for stream in self._active.values())
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def add(self, request_id: str, fields: RequestFields, now_s: float) -> None:
         stream = self._streams.get(fields.session_id)
@@ -126,7 +149,7 @@ class Streams:
         self._num_arrivals += 1
         level = stream.level if fields.is_chunk and fields.deadline_s is not None else 0
         steps, size = (self._steps(stream, level), self._size(stream)) if fields.is_chunk else (1, 0.0)
-        # Session operations cost nothing and free something: they are due at once.
+        # Session operations cost nothing and free memory, so they are due immediately.
         due_s = now_s if fields.deadline_s is None else now_s + fields.deadline_s
         live = LiveRequest(request_id, due_s, fields.deadline_s is not None, steps, False, size, order, level=level)
         if fields.is_chunk and fields.deadline_s is None:
@@ -139,7 +162,13 @@ class Streams:
         self._choose_next(stream)
 
     def advance(self, request_id: str, progress: ChunkProgress | None, now_s: float) -> None:
-        """The request has taken a step and is not done; `progress` None = its worker does not report progress."""
+        """Record a step of a request that is not done.
+
+        Args:
+            request_id: Id of the request.
+            progress: Its progress; None if its worker does not report progress.
+            now_s: When the step ended.
+        """
         entry = self._entries.get(request_id)
         if entry is None:
             return
@@ -159,7 +188,7 @@ class Streams:
                 stream.size = live.size
 
     def end_turn(self, request_id: str, now_s: float) -> None:
-        """The request has no more steps to take, or is gone; idempotent."""
+        """Remove a request that has no steps left or was aborted. Idempotent."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
@@ -173,10 +202,11 @@ class Streams:
             del self._active[session_id]
         self._choose_next(stream)
         if not entry.fields.is_chunk and not stream.waiting:
-            self._streams.pop(session_id, None)  # reset or closed: the next request begins a new stream
+            # reset or closed: the next request creates a new stream
+            self._streams.pop(session_id, None)
 
     def committed(self, request_id: str) -> None:
-        """The request's chunk has become part of its session; call it before `end_turn`."""
+        """Record that the request's chunk was committed. Call it before `end_turn`."""
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.stream.established = True
@@ -198,10 +228,10 @@ class Streams:
                 return
             del self._streams[session_id]
 
-    # -- questions ---------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------
 
     def may_step(self, request_id: str) -> bool:
-        """Whether it is the request's turn to begin, or to take its next step."""
+        """Whether a request may start or run its next step."""
         entry = self._entries.get(request_id)
         if entry is None:
             return True
@@ -212,19 +242,20 @@ class Streams:
         return entry.stream.next == request_id and self._may_move(entry, None, begun)
 
     def _may_move(self, entry: _Entry, step: int | None, ahead: Sequence[_Entry]) -> bool:
-        # The oldest one at work has not been committed yet; a session operation is alone.
+        # The oldest chunk in flight is not committed yet; session operations run alone.
         alone = any(not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*ahead, entry))
         steps = [other.live.step for other in ahead]
         return self.order.may_move(step, steps, established=entry.stream.established and not alone)
 
     def runnable(self, busy: Collection[str]) -> list[LiveRequest]:
-        """The requests whose turn it is, without those in `busy`.
+        """Return the requests that may run a step, except those in `busy`.
 
-        Of chunks without a deadline, those that have begun are due first, then by arrival, one step each `patience_s`.
+        The due times of chunks without a deadline are `patience_s` apart: chunks that have started
+        come first, then the others in order of arrival.
         """
         live = []
         for stream in self._active.values():
-            first = stream.begun[0] if stream.begun else stream.next  # may always step
+            first = stream.begun[0] if stream.begun else stream.next  # may always run a step
             if first is not None and first not in busy:
                 live.append(self._entries[first].live)
             if stream.begun and self.order.limit > 1:
@@ -243,14 +274,17 @@ class Streams:
         return None if entry is None else entry.live
 
     def mark_stepped(self, request_id: str) -> None:
-        """The request is in a batch: no other request of its session overtakes it. Unknown ids are ignored."""
+        """Record that a request is in a batch, so that others of its session cannot overtake it.
+
+        Unknown ids are ignored.
+        """
         entry = self._entries.get(request_id)
         if entry is not None:
             self._begin(request_id, entry)
             entry.live.step += 1
 
     def _steps(self, stream: Stream, level: int) -> int:
-        """Steps of a stream's chunk: as seen last at that level, else as at a better one, else one."""
+        """Return the steps of a chunk, as last seen at that level, else at a better one, else 1."""
         for known in (stream, self._typical):
             for candidate in range(level, -1, -1):
                 if candidate in known.steps:
@@ -260,10 +294,14 @@ class Streams:
     def _size(self, stream: Stream) -> float:
         return next((size for size in (stream.size, self._typical.size) if size is not None), 1.0)
 
-    # -- admission and quality ---------------------------------------------------------------------------------------
+    # -- admission and quality ---------------------------------------------------------------------
 
     def refusal(self, fields: RequestFields, now_s: float, costs: StepCosts) -> str | None:
-        """Why the new stream that `fields` would begin cannot be held; None if it can, or if it is not a new stream."""
+        """Return why a new stream cannot be sustained.
+
+        Returns:
+            The reason; None if it can be sustained or if `fields` belong to an existing stream.
+        """
         named_later = 0 < fields.chunk_index < math.inf
         if not fields.is_chunk or fields.period_s is None or named_later or fields.session_id in self._streams:
             return None
@@ -283,7 +321,7 @@ class Streams:
         return Demand(period_s, chunk_s)
 
     def decide_level(self, request_id: str, now_s: float, live: Sequence[LiveRequest], costs: StepCosts) -> int:
-        """Fix the quality of a chunk that is about to take its first step, and return its level."""
+        """Set and return the degradation level of a chunk that is about to run its first step."""
         entry = self._entries[request_id]
         stream, request = entry.stream, entry.live
         if self._num_levels == 1 or not entry.fields.is_chunk or not request.has_deadline:

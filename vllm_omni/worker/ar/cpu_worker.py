@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CPU. Import only where vLLM's platform is CPU (see `vllm_omni.worker`)."""
+"""AR worker on CPU. Import it only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
 
 from typing import Any
 
@@ -15,15 +15,16 @@ from vllm_omni.worker.ar.worker import ARWorkerMixin
 
 
 class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
-    """The first-generation runner on CPU."""
+    """vLLM's V1 runner on CPU with hidden states."""
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
-        """Sample as stock code does, with the generators of requests whose prompt is not computed to its end set aside.
+        """Sample without the generators of requests whose prompt is not completely computed.
 
-        A step that computes a part of a prompt samples a token, too, and throws it away. Stock code then rewinds the
-        request's generator by an offset, which a generator on a CPU does not have: the exception ends the engine. A
-        generator that the sampler does not see draws nothing, so there is nothing to rewind, and a seed gives the same
-        tokens in however many parts the prompt was computed (docs/architecture/seams.md).
+        A step that computes a part of a prompt samples a token too and discards it. Stock code then
+        rewinds the request's generator by an offset, which CPU generators do not support: the
+        exception would end the engine. A generator that the sampler does not receive advances
+        nothing, so nothing needs to be rewound, and a seed gives the same tokens however a prompt
+        is split (docs/architecture/seams.md).
         """
         batch = self.input_batch
         unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()
@@ -41,7 +42,7 @@ class ARCPUWorker(ARWorkerMixin, CPUWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         super().init_device()
-        self.model_runner = self._make_model_runner()  # CPUWorker names its runner class in init_device
+        self.model_runner = self._make_model_runner()  # CPUWorker hard-codes its runner class
 
     def _make_model_runner(self) -> Any:
         assert self.device is not None

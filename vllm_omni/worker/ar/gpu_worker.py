@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA: vLLM's worker with the AR runner of the generation vLLM has chosen."""
+"""AR worker on CUDA: vLLM's worker with the AR mixin of the runner generation that vLLM chose."""
 
 import functools
 from typing import Any
@@ -12,7 +12,10 @@ from vllm_omni.worker.ar.worker import ARWorkerMixin
 
 @functools.cache
 def first_generation_runner() -> type[Any]:
-    """Return the class; vLLM's runner is imported with the first call, as by its own worker."""
+    """Return the class of the V1 runner.
+
+    vLLM's runner is imported on the first call, as by vLLM.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     class ARGPUModelRunner(ARModelRunnerV1Mixin, GPUModelRunner):  # type: ignore[misc]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerTaps`: layers of a loaded model that can return hidden states, and their order in its forward's return value.
+"""`LayerTaps`: layers of a loaded model that can return hidden states.
 
-Every model returns its last layer. Models that can feed an EAGLE-3 drafter (`SupportsEagle3`) also return auxiliary
-layers, numbered as transformers' `output_hidden_states`; `omni.hidden_state_layers` names them at start, because
-compiled graphs fix them. Held by tests/worker/test_hidden_state_layers.py.
+Every model returns its last layer. Models that support EAGLE-3 drafters (`SupportsEagle3`) also
+return auxiliary layers, numbered as in transformers' `output_hidden_states`. They are configured at
+start with `omni.hidden_state_layers`, because compiled graphs fix them.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,27 @@ _DRAFTERS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True)
 class LayerTaps:
-    """num_layers: blocks of the model; layers: auxiliary layers that the forward returns, in its order.
-
-    installed: `install` configured these layers (False: they are an EAGLE-3 drafter's, or there are none).
-    """
+    """Layers that a model returns."""
 
     num_layers: int
+    """Number of blocks of the model."""
     layers: tuple[int, ...]
+    """Auxiliary layers that the forward pass returns, in its order."""
     installed: bool
+    """Whether `install` configured the layers. False if a drafter did, or if there are none."""
 
     @classmethod
     def install(cls, vllm_config: VllmConfig, model: nn.Module, drafter_reads_layers: bool) -> "LayerTaps":
-        """Make a freshly loaded model's forward return the layers named in the options.
+        """Make the forward pass of a newly loaded model return the layers named in the options.
 
-        drafter_reads_layers: the forward already returns a drafter's layers, and only these are available: the drafter
-        reads every layer that the forward returns. Raises ValueError if the model or configuration does not allow it.
+        Args:
+            vllm_config: Configuration of the engine.
+            model: The model.
+            drafter_reads_layers: Whether the forward pass already returns the layers of a drafter.
+                Only these are then available, because the drafter reads every returned layer.
+
+        Raises:
+            ValueError: The model or the configuration does not support the layers.
         """
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         options = OmniConfig.from_additional_config(vllm_config.additional_config)
@@ -48,7 +54,7 @@ class LayerTaps:
             kept = decoder.aux_hidden_state_layers
             if not set(wanted) <= set(kept):
                 raise ValueError(
-                    f"omni.hidden_state_layers {list(wanted)}: with this drafter the model keeps {list(kept)} only"
+                    f"omni.hidden_state_layers {list(wanted)}: with this drafter the model returns only {list(kept)}"
                 )
             return cls(num_layers, kept, installed=False)
         if not wanted:
@@ -58,12 +64,16 @@ class LayerTaps:
         return cls(num_layers, wanted, installed=True)
 
     def named(self, returned: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
-        """Layer -> rows, from the extra tensors that the forward returned."""
+        """Map layer indices to the extra tensors that the forward pass returned."""
         return dict(zip(self.layers, returned, strict=True)) if returned is not None and self.layers else {}
 
 
 def prepare_stages(model: nn.Module) -> None:
-    """Reserve slots for auxiliary layers in the intermediate tensors between pipeline stages, or raise ValueError."""
+    """Reserve slots for auxiliary layers in the intermediate tensors between pipeline stages.
+
+    Raises:
+        ValueError: The model does not support it.
+    """
     from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 
     eagle3_utils.verify_supports_aux_hidden_states_over_pp(model, "omni.hidden_state_layers")
@@ -74,17 +84,17 @@ def _check_combination(vllm_config: VllmConfig, model: nn.Module) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_MODEL:
         raise ValueError(
-            f"omni.hidden_state_layers does not go together with the drafter {speculative.method!r}, which would read "
-            f"these layers as its own input; with {', '.join(_DRAFTERS_WITHOUT_MODEL)} it does"
+            f"omni.hidden_state_layers cannot be combined with the drafter {speculative.method!r}, because it would "
+            f"read these layers as its own input; supported drafters: {', '.join(_DRAFTERS_WITHOUT_MODEL)}"
         )
     if _layered(model) is None:
         raise ValueError(
-            f"omni.hidden_state_layers: {type(model).__name__} returns its last layer only (it is no SupportsEagle3)"
+            f"omni.hidden_state_layers: {type(model).__name__} returns only its last layer (it is not SupportsEagle3)"
         )
 
 
 def _layered(model: nn.Module) -> Any:
-    """The part of the model that can keep layers: itself, or its language model."""
+    """Return the part of the model that can return layers: itself or its language model."""
     if supports_eagle3(model):
         return model
     inner = model.get_language_model() if isinstance(model, SupportsMultiModal) else None

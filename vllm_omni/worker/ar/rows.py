@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HiddenStateRows`: copies the requested hidden-state rows of one step from the model's output to the runner's.
+"""`HiddenStateRows`: copies the requested hidden states of a step into the runner's output.
 
-Owns each request's `HiddenStatesRequest`, from its first step to its end, and the copy to the host. Independent of the
-runner's generation: a mixin (`ar/runner.py`) passes one `StepRows` per step. Other requests cost one test of an empty
-map per step; nothing is allocated for them. Held by tests/worker/test_hidden_state_rows.py.
+It stores the `HiddenStatesRequest` of each request from its first step to its end, and copies to
+the host. It does not depend on the runner generation: a mixin (`ar/runner.py`) passes one
+`StepRows` per step. Other requests cost one check of an empty dict per step and no memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,32 +20,39 @@ from vllm_omni.outputs import RequestFailed, pack_error
 
 @dataclass(frozen=True)
 class StepRows:
-    """Where each request's rows lie in the model's output of one step, known before sampling.
-
-    req_ids: in batch order. offsets: `[num_reqs + 1]`, first row of each. num_computed: tokens of each request in its
-    cache before this step (exact in prefill). num_drafts: speculated tokens at the end of its rows.
-    sources: layer -> `[>= num_rows, hidden_size]`; rows behind the last offset are padding.
-    """
+    """Position of each request's hidden states in the model's output of a step, before sampling."""
 
     req_ids: Sequence[str]
+    """Request ids in batch order."""
     offsets: Sequence[int]
+    """First row of each request, `[num_reqs + 1]`."""
     num_computed: Sequence[int]
+    """Tokens of each request in the K/V cache before this step. Exact during prefill."""
     num_drafts: Mapping[str, int]
+    """Number of speculated tokens at the end of a request's rows, by request id."""
     sources: Mapping[int, torch.Tensor]
+    """`[>= num_rows, hidden_size]` by layer index. Rows after the last offset are padding."""
 
 
 @dataclass(frozen=True)
 class _Asked:
+    """A request that needs hidden states."""
+
     request: HiddenStatesRequest
+    """The requested hidden states."""
     prompt_len: int
+    """Number of tokens of the prompt."""
 
 
 class HiddenStateRows:
-    """Requests that want hidden states, and their rows. One per runner, on every rank.
+    """Requests that need hidden states, and the copies of a step. One per runner, on every rank.
 
-    num_layers: blocks of the model. layers: numbers of the available layers, the final one as `num_layers`.
-    refusal: why this configuration cannot return hidden states, or None.
-    copies: whether this rank's output reaches a scheduler; other ranks keep only the bookkeeping.
+    Args:
+        num_layers: Number of blocks of the model.
+        layers: Indices of the available layers; the final one is `num_layers`.
+        refusal: Why this configuration cannot return hidden states, or None.
+        copies: Whether the output of this rank reaches a scheduler. Other ranks only track
+            requests.
     """
 
     def __init__(
@@ -61,7 +68,7 @@ class HiddenStateRows:
         self.refusal = refusal
         self.copies = copies
         self.bytes_copied = 0
-        """Bytes that went from the model's output to the host since start."""
+        """Bytes copied from the model's output to the host since start."""
         self._asked: dict[str, _Asked] = {}
         self._failed: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -70,7 +77,7 @@ class HiddenStateRows:
         return bool(self._asked or self._failed)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Take note of requests that start or end with this step."""
+        """Register requests that start, and remove requests that end, with this step."""
         if self._asked or self._failed:
             for req_id in scheduler_output.finished_req_ids:
                 self._asked.pop(req_id, None)
@@ -99,7 +106,7 @@ class HiddenStateRows:
             if self._source(layer) not in self.layers:
                 raise RequestFailed(
                     "unsupported_layer",
-                    f"layer {layer} is not kept by this engine; it keeps {sorted(self.layers)}: name more in "
+                    f"layer {layer} is not available; this engine provides {sorted(self.layers)}: configure more with "
                     '--additional-config \'{"omni": {"hidden_state_layers": [...]}}\'',
                 )
 
@@ -107,9 +114,9 @@ class HiddenStateRows:
         return layer if layer >= 0 else self.num_layers + 1 + layer
 
     def take(self, step: StepRows) -> "TakenRows":
-        """Copy the asked rows of this step, before anything can overwrite them; the copy to the host is only started.
+        """Start copying the requested hidden states of a step before they are overwritten.
 
-        Requests that want the same layers share one copy.
+        Requests for the same layers share one copy.
         """
         wanted: dict[tuple[int, ...], list[_Slice]] = {}
         errors: dict[int, torch.Tensor] = {}
@@ -132,7 +139,7 @@ class HiddenStateRows:
         return TakenRows(len(step.req_ids), groups, errors)
 
     def _copy_stream(self, step: StepRows) -> torch.cuda.Stream | None:
-        """A stream of our own for copies to the host, made when the first request asks; None on CPU."""
+        """Return a separate stream for copies to the host, created on first use; None on a CPU."""
         if self._stream is None and next(iter(step.sources.values())).is_cuda:
             self._stream = torch.cuda.Stream()
         return self._stream
@@ -140,33 +147,44 @@ class HiddenStateRows:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Rows `[start, end)` of the model's output, for request `index` of the batch."""
+    """Hidden states of one request of the batch: rows `[start, end)` of the model's output."""
 
     index: int
+    """Index of the request in the batch."""
     start: int
+    """First row."""
     end: int
+    """Last row, exclusive."""
     drafts: int
+    """Number of speculated tokens at the end."""
     mode: str
+    """`HiddenStatesRequest.hidden_states` of the request."""
 
 
 def _rows_to_skip(asked: _Asked, num_computed: int, count: int, drafts: int) -> int:
-    """How many of a request's rows of this step, from the first on, it does not want."""
+    """Return how many rows of a request in this step, from the first one, it did not request."""
     if asked.request.hidden_states == "all":
         return 0
     if asked.request.hidden_states == "generated":
         return max(0, asked.prompt_len - num_computed)
     if num_computed + count < asked.prompt_len:
-        return count  # a chunk of the prompt; the last row is in a later one
+        return count  # a part of the prompt; a later part has the last token
     return count - 1 - drafts
 
 
 class _Copy:
-    """Rows of one group of requests on their way to the host: `[num_rows, num_layers, hidden_size]`."""
+    """Copy of one group's hidden states to the host: `[num_rows, num_layers, hidden_size]`."""
 
     def __init__(
         self, sources: Sequence[torch.Tensor], slices: Sequence[_Slice], stream: torch.cuda.Stream | None
     ) -> None:
-        """Start the copy. sources: one of each layer. stream: for the way to the host; None = the rows are there."""
+        """Start the copy.
+
+        Args:
+            sources: Hidden states of each layer.
+            slices: Rows to copy.
+            stream: Stream of the copy to the host; None if the sources are on the host.
+        """
         layers = [torch.cat([source[piece.start : piece.end] for piece in slices]) for source in sources]
         device_rows = layers[0].unsqueeze(1) if len(layers) == 1 else torch.stack(layers, dim=1)
         self.nbytes = device_rows.nbytes
@@ -175,7 +193,8 @@ class _Copy:
         if stream is None:
             self._rows = device_rows
             return
-        # Behind the gather, beside the next step; page-locked memory, so the host does not wait here.
+        # The copy runs after the gather, concurrently with the next step. Page-locked memory lets
+        # the host continue.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._rows = device_rows.to("cpu", non_blocking=True)
@@ -191,16 +210,20 @@ class _Copy:
 
 @dataclass(frozen=True)
 class TakenRows:
-    """The asked rows of one step, until the step's sampled tokens are known."""
+    """Requested hidden states of one step until its sampled tokens are known."""
 
     _num_reqs: int
+    """Number of requests in the batch."""
     _groups: list[tuple[_Copy, list[_Slice]]]
+    """Copies, and the requests of each."""
     _errors: dict[int, torch.Tensor]
+    """Envelopes of errors, by index in the batch."""
 
     def attach(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Put the rows of accepted tokens into `output.pooler_output`, None for every other request.
+        """Put the hidden states of accepted tokens into `output.pooler_output`.
 
-        A request's entry is `[num_rows, num_layers, hidden_size]`, or the 1-D uint8 envelope of its error.
+        The entry of a request is `[num_rows, num_layers, hidden_size]`, the 1-D uint8 envelope of
+        its error, or None if it requested no hidden states.
         """
         if not self._groups and not self._errors:
             return output
@@ -213,7 +236,7 @@ class TakenRows:
             for piece in slices:
                 end = start + piece.end - piece.start
                 sampled = output.sampled_token_ids[piece.index] if output.sampled_token_ids else []
-                # A step with drafts samples one token more than it accepts drafts.
+                # With drafts, a step samples one token more than it accepts drafts.
                 rejected = piece.drafts - (len(sampled) - 1) if piece.drafts and sampled else 0
                 accepted = rows[start : end - rejected]
                 entries[piece.index] = accepted[-1:] if piece.mode == "last" else accepted
@@ -223,7 +246,7 @@ class TakenRows:
 
 
 class HiddenStatesOutput(WrapsAsyncOutput, AsyncModelRunnerOutput):
-    """A runner's asynchronous output with the rows attached once it is there."""
+    """A runner's asynchronous output that gets the hidden states when it is available."""
 
     def __init__(self, inner: AsyncModelRunnerOutput, taken: TakenRows) -> None:
         self._inner = inner

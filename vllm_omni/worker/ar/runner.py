@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR model runner: vLLM's own, whose output also holds the hidden states of requests that asked for them.
+"""AR model runner: vLLM's own, whose output also contains requested hidden states.
 
-One mixin per runner generation, each a hook and `super()`. V1 serves CPU and old configurations, V2 is the default on
-CUDA. vLLM prepares, runs, samples, speculates and balances experts unchanged; the mixins copy rows between
-`execute_model` and `sample_tokens`, when a step's hidden states exist and its tokens do not yet. They must not change
-any other field of the output (tests/worker/test_ar_gpu_model_runner.py). The available layers are fixed when the model
-is loaded (`_make_rows`).
-
-Why not vLLM's `extract_hidden_states`: it stores all layers of every token of every request and writes a file when a
-request ends; rows are wanted per request, with the tokens (docs/architecture/ar_path.md).
+There is one mixin per runner generation, each a hook and `super()`. V1 is used on CPUs and for old
+configurations; V2 is the default on CUDA. vLLM prepares, runs, samples, speculates and balances
+experts unchanged. The mixins copy hidden states between `execute_model` and `sample_tokens`, when
+the hidden states of a step exist and its tokens do not. They must not change any other field of the
+output (tests/worker/test_ar_gpu_model_runner.py). The available layers are fixed when the model is
+loaded (`_make_rows`).
 """
 
 from typing import Any
@@ -23,17 +21,21 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
 from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
 
-# Typed loosely: the runners wrap these methods in torch.inference_mode, which hides their signatures.
+# Any, because the runners wrap these methods in torch.inference_mode, which hides their signatures.
 _Runner: Any = object
 
 
 class _RowsMixin(_Runner):
-    """The hooks that both generations share."""
+    """Hooks shared by both generations."""
 
     hidden_state_rows: HiddenStateRows
+    """Requested hidden states, and their copies."""
     layer_taps: LayerTaps
+    """Layers that the model returns."""
     use_aux_hidden_state_outputs: bool
+    """vLLM's attribute: whether the model returns auxiliary layers."""
     intermediate_tensors: IntermediateTensors | None
+    """vLLM's attribute: buffers for the tensors of the previous pipeline stage."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -60,25 +62,27 @@ class _RowsMixin(_Runner):
         return taken.attach(output)
 
     def _take_rows(self) -> TakenRows | None:
-        """The rows of the step that has run; None = this rank has none."""
+        """Return the hidden states of the step that has run; None if this rank has none."""
         raise NotImplementedError
 
 
 class ARModelRunnerV1Mixin(_RowsMixin):
-    """Mix in before a first-generation runner class."""
+    """Mixin for a V1 runner class, listed before it."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         pp = get_pp_group()
         if self.layer_taps.installed:
-            # Stages before the last return intermediate tensors, whatever layers they add to them.
+            # Stages before the last one return intermediate tensors, which include auxiliary
+            # layers.
             self.use_aux_hidden_state_outputs = pp.is_last_rank
             if pp.world_size > 1:
                 prepare_stages(self.get_model())
             if not (pp.is_first_rank or pp.is_last_rank):
-                raise ValueError("omni.hidden_state_layers: the V1 runner hands layers on over two stages at most")
+                raise ValueError("omni.hidden_state_layers: the V1 runner supports at most two pipeline stages")
         if not pp.is_first_rank and self.intermediate_tensors is None:
-            # Stock code makes them in its warm-up, which the CPU worker skips when eager with a given cache size.
+            # Stock code creates them in its warm-up, which the CPU worker skips in eager mode with
+            # a given cache size.
             self._make_intermediate_tensors()
 
     def _take_rows(self) -> TakenRows | None:
@@ -98,7 +102,10 @@ class ARModelRunnerV1Mixin(_RowsMixin):
     def _sources(
         self, hidden_states: torch.Tensor | IntermediateTensors, kept_layers: list[torch.Tensor] | None, num_rows: int
     ) -> dict[int, torch.Tensor]:
-        """Layer -> rows. Under torchrun every stage answers its own scheduler, so the last one shows the others."""
+        """Return the hidden states by layer index.
+
+        With torchrun every stage has its own scheduler, so the last stage broadcasts them.
+        """
         final, kept = self.hidden_state_rows.num_layers, self.layer_taps.named(kept_layers)
         if not self.broadcast_pp_output:
             assert isinstance(hidden_states, torch.Tensor)
@@ -118,7 +125,7 @@ class ARModelRunnerV1Mixin(_RowsMixin):
 
 
 class ARModelRunnerV2Mixin(_RowsMixin):
-    """Mix in before a second-generation runner class."""
+    """Mixin for a V2 runner class, listed before it."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -136,7 +143,8 @@ class ARModelRunnerV2Mixin(_RowsMixin):
 
     def _take_rows(self) -> TakenRows | None:
         state = self.execute_model_state
-        if state is None or state.hidden_states is None:  # not the last pipeline stage, or nothing was scheduled
+        # not the last pipeline stage, or nothing was scheduled
+        if state is None or state.hidden_states is None:
             return None
         kept = self.layer_taps.named(state.aux_hidden_states)
         batch = state.input_batch
@@ -154,7 +162,7 @@ class ARModelRunnerV2Mixin(_RowsMixin):
 
 
 def _make_rows(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateRows:
-    """Decide which layers this engine's requests may ask for, and whether this rank copies them."""
+    """Determine the layers that requests may use, and whether this rank copies them."""
     external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
     copies = external or get_tp_group().rank_in_group == 0
     layers = (*taps.layers, taps.num_layers)
@@ -162,14 +170,14 @@ def _make_rows(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateRows:
 
 
 def _refusal(vllm_config: VllmConfig) -> str | None:
-    """Why rows would be missing or shifted with this configuration; None if all rows are complete."""
+    """Return why hidden states would be missing or shifted with this configuration, or None."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if vllm_config.model_config.is_encoder_decoder or vllm_config.model_config.is_diffusion:
         return "hidden states of encoder-decoder and diffusion language models are not supported"
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         return "--kv-sharing-fast-prefill does not compute the hidden states of all prompt tokens"
     if parallel.prefill_context_parallel_size > 1:
-        return "prefill context parallelism spreads a prompt's hidden states over ranks"
+        return "prefill context parallelism distributes a prompt's hidden states over ranks"
     if speculative is not None and speculative.enable_adaptive_verification:
-        return "adaptive verification of drafts moves rows on the device only"
+        return "adaptive verification of drafts reorders hidden states on the device only"
     return None

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARWorkerMixin`: additions to vLLM's worker, shared by its CUDA and CPU classes: a check of the engine's arguments
-before the model is loaded (stock models have no config hook of ours), and statistics for `collective_rpc`."""
+"""`ARWorkerMixin`: additions to vLLM's worker, shared by its CUDA and CPU classes.
+
+It checks the engine arguments before the model is loaded, because stock models have no config hook
+of this package, and provides statistics for `collective_rpc`.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,11 @@ else:
 
 
 def check_model(vllm_config: VllmConfig) -> None:
-    """Raise ValueError in one line unless this worker fits; our config hook gives way to one of vLLM's own."""
+    """Check that this worker supports the model, because vLLM's own config hooks take precedence.
+
+    Raises:
+        ValueError: It does not. The message is one line.
+    """
     from vllm_omni.core.sched import ARHiddenStatesScheduler
 
     if vllm_config.model_config.architecture in ARCHITECTURES:
@@ -32,7 +39,7 @@ def check_model(vllm_config: VllmConfig) -> None:
 
 
 class ARWorkerMixin(_Worker):
-    """Mix in before a vLLM worker class."""
+    """Mixin for a vLLM worker class, listed before it."""
 
     model_runner: ARModelRunnerV1Mixin | ARModelRunnerV2Mixin
 
@@ -43,11 +50,11 @@ class ARWorkerMixin(_Worker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def engine_processes(self) -> dict[str, Any]:
-        """`collective_rpc("engine_processes")`: this rank's process and its engine core's, JSON types only."""
+        """Return the pids of this rank and its engine core as JSON types. For `collective_rpc`."""
         return engine_processes()
 
     def hidden_states_stats(self) -> dict[str, Any]:
-        """`collective_rpc("hidden_states_stats")`: this rank's layers and bytes copied to the host, JSON types only."""
+        """Return layers and copied bytes of this rank as JSON types. For `collective_rpc`."""
         rows = self.model_runner.hidden_state_rows
         return {
             "bytes_copied": rows.bytes_copied,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Admission`: acquires a request's session and conditions on one rank before its first step, releases them at its end.
+"""`Admission`: acquire a request's session and conditions on one rank, and release them at its end.
 
-A generating request gets its session, opened if it is the first chunk, and its encoded conditions; the session is
-pinned until `release`. Session operations run here at once. An exception becomes the request's `failure`, and a session
-that the request opened is closed. Knows no model by name.
-Held by tests/worker/test_diffusion_model_runner.py and test_in_flight.py there.
+Before its first step, a generation request gets its session (created for the first chunk) and its
+encoded conditions. The session is pinned until `release`. Session operations run immediately. An
+exception becomes the `failure` of the request, and a session that the request created is closed.
+This module names no model.
 """
 
 import torch
@@ -20,7 +20,15 @@ from vllm_omni.worker.diffusion.sessions import SessionStore
 
 
 class Admission:
-    """device: where the model's stages are timed."""
+    """Admits and releases the requests of one rank.
+
+    Args:
+        model: Encodes conditions and creates sessions.
+        sessions: Sessions of the rank.
+        in_flight: Chunks in flight of the rank.
+        device: Device on which the model's stages are timed.
+        adapters: LoRA adapters of the rank.
+    """
 
     def __init__(
         self,
@@ -44,10 +52,14 @@ class Admission:
             )
 
     def admit(self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None) -> None:
-        """Give the request its session and its conditions; run a session operation at once, answered in `outputs`.
+        """Acquire the session and the conditions of a request, or run its session operation.
 
-        index: the chunk index that an earlier pipeline stage gave the request; None = this rank is the first stage.
-        Afterwards the request has its `chunk`, its answer or its `failure`; nothing is raised.
+        Raises nothing. Afterwards, the request has its `chunk`, its result or its `failure`.
+
+        Args:
+            state: The request.
+            outputs: Receives the result of a session operation, by request id.
+            index: Chunk index that an earlier pipeline stage assigned; None on the first stage.
         """
         params = state.params
         assert params is not None
@@ -70,7 +82,8 @@ class Admission:
                 raise session.failure
             expected = session.chunk_index + self._in_flight.count(params.session_id)
             predecessor = self._in_flight.last(params.session_id)
-            if index is not None and index != expected:  # the chunk before has failed, which is not known there yet
+            # this rank does not know yet that the previous chunk failed
+            if index is not None and index != expected:
                 predecessor = self._in_flight.failed(params.session_id, index - 1)
                 expected = expected if predecessor is None else index
             wanted = params.chunk_index if index is None else index
@@ -104,7 +117,7 @@ class Admission:
             self._drop_unborn_session(state)
 
     def _select(self, state: RequestState, before: Selection) -> Selection:
-        """The chunk's adapters: those it names, else those of the chunk before it, as they are loaded now."""
+        """Select the adapters that the chunk names, else the current ones of its predecessor."""
         params, request = state.params, state.lora_request
         assert params is not None
         if params.lora is not None:
@@ -112,7 +125,7 @@ class Admission:
         return self._adapters.select(named(before)) if request is None else self._adapters.select_request(request)
 
     def release(self, state: RequestState | None) -> None:
-        """The scheduler has finished or aborted this request: let go of everything it held."""
+        """Release all resources of a request that the scheduler has finished or aborted."""
         if state is None:
             return
         if state.pending is not None:
@@ -124,12 +137,12 @@ class Admission:
         self._drop_unborn_session(state)
 
     def _drop_unborn_session(self, state: RequestState) -> None:
-        """A session whose first chunk never succeeded does not exist, and a one-shot request's session ends with it."""
+        """Close the session of a failed first chunk, or of a one-shot request."""
         if state.opened_session and state.params is not None:
             session_id = state.params.session_id
             if session_id in self._sessions:
                 session = self._sessions.get(session_id)
-                lost = session.failure is not None  # it lives on other ranks, and says so here
+                lost = session.failure is not None  # other ranks still hold it: report the failure
                 if state.params.one_shot or (session.chunk_index == 0 and not lost):
                     self._sessions.close(session_id)
             state.opened_session = False

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement`: decisions that all ranks of one engine must take alike, and the small messages that carry them.
+"""`RankAgreement`: decisions that must be equal on all ranks of an engine, and their messages.
 
-Every rank sees the same batches, but each may refuse a request by itself (its memory, its inputs). A forward contains
-collectives, so all ranks must run it for the same requests. Before a request's first step they agree: tensor-parallel
-ranks by a reduction over gloo, pipeline stages by a mask that travels with the hidden states. Knows no model.
-Held by tests/engine/test_parallel.py and tests/worker/test_diffusion_model_runner.py.
+All ranks receive the same batches, but each may refuse a request on its own, for example for lack
+of memory. A forward pass contains collectives, so all ranks must run it for the same requests.
+Before the first step of a request they agree: tensor-parallel ranks with a gloo all-reduce,
+pipeline stages with a mask that is sent along with the hidden states. This module names no model.
 """
 
 import time
@@ -24,7 +24,12 @@ _REFUSED, _WAITING = -1, -2
 
 
 class RankAgreement:
-    """tensor, world: vLLM's group coordinators of the ranks that share layers, and of all."""
+    """Agreement between the ranks of one engine.
+
+    Args:
+        tensor: vLLM's group coordinator of the ranks that share layers.
+        world: vLLM's group coordinator of all ranks.
+    """
 
     def __init__(self, tensor: Any, world: Any) -> None:
         self._tensor = tensor
@@ -33,35 +38,45 @@ class RankAgreement:
     # within a step
 
     def read_mask(self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]) -> list[int]:
-        """The previous stage's flag for each of `states`: the chunk index if it takes part, else a negative code."""
+        """Return the previous stage's flags of `states`: a chunk index, or a negative code."""
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
     def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
-        """Request id -> chunk index, for the requests that take part; empty on the first stage."""
+        """Return the chunk indices of participating requests by id; empty on the first stage."""
         if mask is None:
             return {}
         return {state.request_id: flag for state, flag in zip(states, mask, strict=True) if flag >= 0}
 
     def waiting(self, states: Sequence[RequestState], mask: Sequence[int]) -> list[RequestState]:
-        """The requests that an earlier stage holds back."""
+        """Return the requests that an earlier stage holds back."""
         return [state for state, flag in zip(states, mask, strict=True) if flag == _WAITING]
 
     def alive(
         self, states: Sequence[RequestState], waiting: Sequence[RequestState], mask: Sequence[int] | None
     ) -> list[RequestState]:
-        """The requests that take part in this step's collectives: no rank has refused them or holds them back.
+        """Return the requests that take part in the collectives of this step.
 
-        mask: the previous stage's flags for `states`; None on the first stage. Refused requests are marked as failed.
+        No rank has refused them or holds them back. Refused requests are marked as failed.
+
+        Args:
+            states: The requests of the batch.
+            waiting: Requests that this rank holds back.
+            mask: Flags of the previous stage for `states`; None on the first stage.
+
+        Raises:
+            RuntimeError: This stage had to refuse a request that an earlier stage accepted.
         """
         fine = [state.failure is None for state in states]
         if self._tensor.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
             fine = self._everywhere(fine)
         if mask is not None:
             wanted = [flag >= 0 for flag in mask]
-            # A chunk that has failed since (with a chunk before it) still takes part; its result is discarded.
+            # A chunk that failed meanwhile, with its predecessor, still takes part; its result is
+            # discarded.
             able = [good or state.chunk is not None for state, good in zip(states, fine, strict=True)]
             if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
-                # Hidden states of that request have arrived inside its group: this rank cannot leave it out.
+                # The request's hidden states have arrived as a part of its group's, so this rank
+                # cannot skip it.
                 raise RuntimeError("an earlier pipeline stage accepted a request that this stage had to refuse")
             fine = wanted
         alive = []
@@ -71,24 +86,24 @@ class RankAgreement:
             if good:
                 alive.append(state)
             elif state.failure is None:
-                state.failure = RequestFailed("engine_error", "another rank could not take this request")
+                state.failure = RequestFailed("engine_error", "another rank could not accept this request")
         return alive
 
     def mask(
         self, states: Sequence[RequestState], alive: Sequence[RequestState], waiting: Sequence[RequestState]
     ) -> dict[str, torch.Tensor]:
-        """The flags of `states` for the next stage, as a small int32 CPU tensor: chunk index (its hidden states are
-        sent), waiting, or refused.
+        """Return the flags of `states` for the next stage, as a small int32 CPU tensor.
 
-        Its length is one more than a multiple of the tensor-parallel size: vLLM sends tensors of a divisible length
-        in shards, which needs a device tensor.
+        A flag is the chunk index if the request's hidden states are sent, else waiting or refused.
+        The length is one more than a multiple of the tensor-parallel size, because vLLM sends
+        tensors of a divisible length in shards, which requires a device tensor.
         """
         flags = [state.index if state in alive else _WAITING if state in waiting else _REFUSED for state in states]
         padding = -len(flags) % self._tensor.world_size + 1
         return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
 
     def agree(self, state: RequestState) -> None:
-        """Before an operation of all tensor-parallel ranks: a chunk that has failed on one rank fails on all."""
+        """Fail a chunk on all tensor-parallel ranks if it has failed on one (collective)."""
         if not self.all_fine(state.failure is None) and state.failure is None:
             state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
 
@@ -104,9 +119,13 @@ class RankAgreement:
     # for adapters
 
     def add_adapter(self, adapters: NoAdapters, request: LoRARequest) -> bool:
-        """Add an adapter on all ranks or on none (collective). Raises ValueError of one line.
+        """Add a LoRA adapter on all ranks or on none (collective).
 
-        The last rank raises for all: vLLM's executor reads replies in order of rank, and none behind an error.
+        Only the last rank raises, because vLLM's executor reads replies in order of rank and none
+        after an error.
+
+        Raises:
+            ValueError: A rank could not load the adapter. The message is one line.
         """
         added, own_error = False, None
         try:
@@ -123,7 +142,7 @@ class RankAgreement:
         return False
 
     def _first_error(self, own: str | None) -> str | None:
-        """The error of the first rank that has one (collective)."""
+        """Return the error of the first rank that has one (collective)."""
         if self._world.world_size == 1:
             return own
         everywhere: list[str | None] = [None] * self._world.world_size
@@ -133,14 +152,27 @@ class RankAgreement:
     # for the session store
 
     def budget(self, budget_bytes: int, session_bytes: int) -> int:
-        """Every rank admits as many sessions of the largest shape as the tightest rank can hold."""
+        """Return this rank's memory budget for sessions, limited by the rank with the least room.
+
+        All ranks then admit the same number of sessions of the largest shape (collective).
+
+        Args:
+            budget_bytes: Memory that this rank has for sessions.
+            session_bytes: Memory of one session of the largest shape on this rank.
+        """
         if self._world.world_size == 1:
             return budget_bytes
-        own = budget_bytes / session_bytes if session_bytes else float("inf")  # 0: a VAE rank that does not decode
+        # session_bytes is 0 on a VAE rank that does not decode
+        own = budget_bytes / session_bytes if session_bytes else float("inf")
         sessions = torch.tensor([own], dtype=torch.float64)
         dist.all_reduce(sessions, op=dist.ReduceOp.MIN, group=self._world.cpu_group)
         return int(sessions.item() * session_bytes) if session_bytes else 0
 
     def clock(self) -> float:
-        """Seconds; on several ranks eviction may not differ, so nothing there is ever idle by the clock alone."""
+        """Return the time in seconds.
+
+        It is constant with several ranks, so that no session ever counts as idle: clocks differ,
+            and
+        eviction must not differ between ranks.
+        """
         return time.monotonic() if self._world.world_size == 1 else 0.0

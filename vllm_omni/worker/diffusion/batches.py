@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step batching: which of the scheduled requests share one forward.
+"""Step batching: group the scheduled requests that share a forward pass.
 
-Requests whose model says they may (`batch_key`) and whose adapters are the same share one, whatever denoise step each
-is at. Order is the scheduler's, so every rank builds the same batches. Held by tests/worker/test_step_batch.py.
+Requests with the same `batch_key` of the model and the same LoRA adapters share one, at whatever
+denoise step each is. The order is the scheduler's, so every rank builds the same batches.
 """
 
 from collections.abc import Hashable, Sequence
@@ -12,9 +12,12 @@ from vllm_omni.model_executor.requests import RequestState
 
 
 def group_states(model: SupportsStepExecution, states: Sequence[RequestState], limit: int) -> list[list[RequestState]]:
-    """Split `states`, which all have a chunk, into batches of equal `batch_key` and adapters, order kept.
+    """Split requests into batches of equal `batch_key` and adapters, in order.
 
-    limit: members of a batch at most.
+    Args:
+        model: Defines `batch_key`.
+        states: Requests with a chunk.
+        limit: Maximum size of a batch.
     """
     groups: list[list[RequestState]] = []
     open_group: dict[Hashable, list[RequestState]] = {}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionCheckpoints`: one rank's side of saving sessions while they live, at little cost to their chunks.
+"""`SessionCheckpoints`: periodic snapshots of live sessions on one rank, at little cost to chunks.
 
-A session is copied to memory of the host between two engine steps and written to its file by a thread while the next
-steps run. The engine is held up for the copy alone. One checkpoint is at work at a time; its memory, as large as the
-largest session so far, is kept, because fresh pages (and page-locked ones) cost more than the copy.
-Knows no model and no sockets. Held by tests/worker/test_session_checkpoints.py.
+A session is copied to host memory between two engine steps, and a thread writes it to its file
+during the next steps, so the copy alone delays the engine. One snapshot is written at a time. Its
+buffer, as large as the largest session so far, is retained, because allocating pages (in
+particular page-locked ones) costs more than the copy. This module names no model and no sockets.
 """
 
 import time
@@ -22,11 +22,16 @@ from vllm_omni.sessions.snapshot_writing import write_bytes
 from vllm_omni.worker.diffusion.snapshots import SessionSnapshots, answers, rank_in_world
 
 _PIECE_BYTES: Final = 8 << 20
-"""Written in one call, during which the steps' thread may run."""
+"""Bytes written per system call. During a call the main thread can run."""
 
 
 class SessionCheckpoints:
-    """snapshots: the same rank's; device: where its sessions lie."""
+    """Periodic snapshots of one rank.
+
+    Args:
+        snapshots: Snapshots of the same rank.
+        device: Device of the sessions.
+    """
 
     def __init__(self, snapshots: SessionSnapshots, device: torch.device) -> None:
         self._snapshots, self._device = snapshots, device
@@ -37,9 +42,13 @@ class SessionCheckpoints:
 
     @answers
     def stage(self, session_id: str) -> bytes:
-        """Copy a session, as its last finished chunk left it, to memory: `StagedRank` as JSON."""
+        """Copy a session to host memory, as its last finished chunk left it.
+
+        Returns:
+            `StagedRank` as JSON.
+        """
         if self._writing is not None and not self._writing.done():
-            raise RequestFailed("busy", "another checkpoint is being written; try again later")
+            raise RequestFailed("busy", "another periodic snapshot is being written; try again later")
         started_s = time.perf_counter()
         session = self._snapshots.committed(session_id)
         described, tensors = self._snapshots.described(session), session.tensors()
@@ -50,17 +59,23 @@ class SessionCheckpoints:
 
     @answers
     def write(self, session_id: str, path: str, starts: Sequence[int]) -> None:
-        """Begin to write the staged session to its place in the file. starts: as `SnapshotPlan.starts`."""
+        """Start writing the copy to its position in the file.
+
+        Args:
+            session_id: Session that was staged.
+            path: The file.
+            starts: As `SnapshotPlan.starts`.
+        """
         rank = rank_in_world()
         if self._staged != (session_id, starts[rank + 1] - starts[rank]):
-            raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
+            raise RequestFailed("session_busy", "another session was copied in the meantime; try again")
         self._writing = self._thread.submit(self._write, Path(path), starts, rank)
 
     @answers
     def written(self, session_id: str) -> float | None:
-        """None while the thread writes, then the seconds of a processor that it took from the steps."""
+        """Return None while the thread writes, then the CPU seconds that it took from the steps."""
         if self._staged is None or self._staged[0] != session_id or self._writing is None:
-            raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
+            raise RequestFailed("session_busy", "another session was copied in the meantime; try again")
         return self._writing.result() if self._writing.done() else None
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -73,7 +88,7 @@ class SessionCheckpoints:
             position += tensor.nbytes
             if not tensor.nbytes:
                 continue
-            if place.storage_offset() % tensor.element_size():  # memory of that dtype cannot begin here
+            if place.storage_offset() % tensor.element_size():  # misaligned for this dtype
                 place.copy_(tensor.contiguous().view(-1).view(torch.uint8))
             else:
                 place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=is_cuda)
@@ -81,7 +96,11 @@ class SessionCheckpoints:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _write(self, path: Path, starts: Sequence[int], rank: int) -> float:
-        """On the thread. Returns the processor seconds it took from the steps: 0.0 unless the device is the CPU."""
+        """Write the copy. Runs in the thread.
+
+        Returns:
+            CPU seconds taken from the denoise steps: 0 unless the device is the CPU.
+        """
         started_s = time.thread_time()
         own = self._memory.numpy().data[: starts[rank + 1] - starts[rank]]
         write_bytes(path, starts, rank, own, _PIECE_BYTES)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diffusion worker on CPU. Import only where vLLM's platform is CPU (see `vllm_omni.worker`).
-
-Held by tests/engine/test_cpu_threads_of_worker.py.
-"""
+"""Diffusion worker on CPU. Import it only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
 
 import logging
 import os
@@ -21,25 +18,25 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
-    """Stock CPU worker with the diffusion runner; sleep is a no-op there, as in stock vLLM."""
+    """vLLM's CPU worker with the diffusion runner. Sleep is a no-op, as in stock vLLM."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         share_memory_nodes(vllm_config.parallel_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        if "OMP_NUM_THREADS" not in os.environ:  # neither the user nor vLLM's binding has said how many
+        if "OMP_NUM_THREADS" not in os.environ:  # neither the user nor vLLM's binding set a number
             torch.set_num_threads(num_cores())
-        super().init_device()  # from here on vLLM lets nobody change the number
-        logger.info("this rank computes with %d threads", torch.get_num_threads())
-        self.model_runner = self._make_model_runner()  # CPUWorker names its runner class in init_device
+        super().init_device()  # vLLM prevents later changes of the number
+        logger.info("this rank uses %d CPU threads", torch.get_num_threads())
+        self.model_runner = self._make_model_runner()  # CPUWorker hard-codes its runner class
 
     def cpu_threads(self) -> dict[str, int]:
-        """`collective_rpc("cpu_threads")`: how many threads compute here, and in which process."""
+        """Return the number of CPU threads and the pid. For `collective_rpc("cpu_threads")`."""
         return {"threads": torch.get_num_threads(), "pid": os.getpid()}
 
 
 def num_cores() -> int:
-    """Cores this process may use; of two hardware threads on one core, one counts."""
+    """Return the number of physical cores that this process may use."""
     allowed = get_allowed_cpu_list()
     return max(1, min(len({(cpu.numa_node, cpu.physical_core) for cpu in allowed}), available_cpu_count()))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From latents to results: how a chunk ends on one rank, and on which stream its frames are decoded.
+"""The end of a chunk on one rank: check, decode, commit, deliver.
 
-`ChunkEnd` checks a chunk, decodes it, commits it to its session and delivers its result, on the rank with the last
-layers; every other rank commits or fails a chunk on that rank's message. `ResultStream` decodes on a CUDA stream of its
-own. Knows no model by name and nothing of denoise steps. Held by tests/worker/test_diffusion_model_runner.py,
-test_decode_before_clean_pass.py and test_overlap.py there.
+`ChunkEnd` checks a chunk, decodes it, commits it to its session and delivers its result, on the
+rank with the last layers. All other ranks commit or fail the chunk when that rank's message
+arrives. `ResultStream` decodes on a separate CUDA stream. This module names no model and does not
+depend on denoise steps.
 """
 
 import contextlib
@@ -26,14 +26,18 @@ from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 logger = logging.getLogger("vllm." + __name__)
 
 _MAX_STEP_BYTES = 20 << 20
-"""vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
+"""Budget of results per engine step. vLLM's worker-to-engine ring buffer holds 24 MiB per message;
+larger messages take a path about ten times slower."""
 
 
 class ResultStream:
-    """Where results are decoded and copied to the host.
+    """Stream on which results are decoded and copied to the host.
 
-    overlap: on CUDA, use a stream of its own. beside_steps: denoise steps run on the same device; the decode gets
-    priority over them, since a client waits for its frames. False on a VAE stage, which runs no denoise steps.
+    Args:
+        device: Device of the decode.
+        overlap: Whether to use a separate CUDA stream.
+        beside_steps: Whether denoise steps run on the same device. The decode then gets priority,
+            because a client waits for its frames. False on a VAE stage.
     """
 
     def __init__(self, device: torch.device, overlap: bool, *, beside_steps: bool = True) -> None:
@@ -42,13 +46,21 @@ class ResultStream:
         self._stream = torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
 
     def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
-        """Launch `post_decode` and the copy of its tensors to the host; call it before the session moves on."""
+        """Launch `post_decode` and the copy of its tensors to the host.
+
+        Must be called before the next chunk changes the session.
+
+        Args:
+            model: The model.
+            request: Chunk to decode.
+            started_s: When the chunk started, in seconds.
+        """
         return self._launch([request], [started_s], lambda: [model.post_decode(request)])[0]
 
     def decode_together(
         self, model: SupportsBatchedDecode, requests: Sequence[DiffusionRequest], started_s: Sequence[float]
     ) -> list[PendingResult]:
-        """The same for requests that share one decode."""
+        """As `decode`, for requests that share one decode."""
         return self._launch(requests, started_s, lambda: model.post_decode_together(requests))
 
     def _launch(
@@ -74,17 +86,24 @@ class ResultStream:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start copying a CUDA tensor into page-locked memory; a host tensor is returned as it is."""
+    """Start copying a CUDA tensor to page-locked memory; return a host tensor unchanged."""
     if not tensor.is_cuda:
         return tensor
     return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class ChunkEnd:
-    """results: where frames are decoded. decodes: whether this rank decodes, beside its layers.
+    """Ends the chunks of one rank.
 
-    shares_decode: the ranks that share layers decode together, each its part. overlap: a result is returned in an
-    engine step after the chunk's last one.
+    Args:
+        model: The model.
+        adapters: LoRA adapters of the rank.
+        agreement: Agreement with the other ranks.
+        in_flight: Chunks in flight of the rank.
+        results: Where frames are decoded.
+        decodes: Whether this rank decodes in addition to its layers.
+        shares_decode: Whether the ranks that share layers decode together, each a part of a frame.
+        overlap: Whether a result is returned in an engine step after the chunk's last one.
     """
 
     def __init__(
@@ -108,18 +127,20 @@ class ChunkEnd:
         self.shares_decode = shares_decode
         self._overlap = overlap
         self.denoised: list[str] = []
-        """Requests of the current engine step whose chunk is committed and whose result is not ready yet."""
+        """Requests of the current engine step whose chunk is committed and whose result is not
+        ready."""
         self.committed: list[str] = []
-        """Requests of the current engine step whose chunk has become part of its session."""
+        """Requests of the current engine step whose chunk was committed to its session."""
 
     def begin_step(self) -> None:
         self.denoised, self.committed = [], []
 
     def decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
-        """Launch the decode of chunks whose latents are final: their results need not wait for a clean pass.
+        """Launch the decode of chunks with final latents, before their clean-context pass.
 
-        To be called behind the step that made them final, while the device is at it. On the steps' own CUDA stream the
-        device then decodes first, while the host launches the clean pass, and takes that while the host delivers.
+        Call it right after launching the step that made the latents final. On the CUDA stream of
+        the steps, the device then decodes while the host launches the clean-context pass, and runs
+        that pass while the host delivers the result.
         """
         early = [state for state in states if self._decodes and self._is_decoded_early(state)]
         self.decode_together(early)
@@ -134,9 +155,10 @@ class ChunkEnd:
         return bool(first_clean) and self._in_flight.is_next(request)
 
     def decode_together(self, states: Sequence[RequestState]) -> None:
-        """Launch the decodes that chunks of one forward can share; `finish` decodes the others, each alone.
+        """Launch the decodes that chunks of one forward pass can share.
 
-        After an exception too, which then costs only the request that causes it.
+        `finish` decodes all other chunks separately. After an exception it does so for these chunks
+        too, so that only the request that causes it fails.
         """
         model = self._model
         if not self._decodes or len(states) < 2 or not isinstance(model, SupportsBatchedDecode):
@@ -155,13 +177,20 @@ class ChunkEnd:
             try:
                 pending = self._results.decode_together(model, requests, [state.started_s for state in members])
             except Exception:
-                logger.warning("a decode of %d chunks failed; each is decoded alone", len(members), exc_info=True)
+                logger.warning(
+                    "a shared decode of %d chunks failed; decoding them separately", len(members), exc_info=True
+                )
                 continue
             for state, result in zip(members, pending, strict=True):
                 state.pending = result
 
     def finish(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Check, decode, commit: the only place where a chunk becomes part of its session (on the last stage)."""
+        """Check, decode and commit a chunk. On the last stage, chunks are committed only here.
+
+        Args:
+            state: Request of the chunk.
+            outputs: Receives the result by request id.
+        """
         request = state.chunk
         assert request is not None
         try:
@@ -171,7 +200,8 @@ class ChunkEnd:
             state.failure = as_failure(error, state.request_id)
         if self._decodes and state.pending is None and state.decode_failure is None:
             self.decode(state)
-        if state.failure is None:  # for non-finite latents the check's error is clearer than the decode's
+        # for non-finite latents the check's error is clearer than the decoder's
+        if state.failure is None:
             state.failure = state.decode_failure
         try:
             if state.failure is None and state.pending is not None and not self._overlap:
@@ -186,7 +216,7 @@ class ChunkEnd:
         self.hand_out(state, outputs)
 
     def commit(self, request: DiffusionRequest) -> None:
-        """The chunk becomes part of its session."""
+        """Make a chunk part of its session."""
         with self._adapters.applied(request.adapters):
             self._model.commit(request)
         request.session.adapters = request.adapters
@@ -194,7 +224,7 @@ class ChunkEnd:
         self.committed.append(request.request_id)
 
     def hand_out(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Deliver a committed chunk's result now, or in a later engine step with `overlap`."""
+        """Deliver the result of a committed chunk now, or with `overlap` in a later engine step."""
         if state.pending is None:
             outputs[state.request_id] = pack({})
         elif self._overlap:
@@ -203,7 +233,7 @@ class ChunkEnd:
             outputs[state.request_id] = state.pending.envelope()
 
     def ready(self, states: Sequence[RequestState]) -> list[RequestState]:
-        """Those of `states` whose chunk the current engine step ended and whose result has arrived since."""
+        """Return the requests whose chunk ended in this engine step and whose result is ready."""
         return [
             state
             for state in states
@@ -211,11 +241,14 @@ class ChunkEnd:
         ]
 
     def delivered(self, request_ids: Collection[str]) -> None:
-        """The current engine step delivers these results after all. (Those held back still follow in a later one.)"""
+        """Mark results as delivered in the current engine step.
+
+        Results that `deliverable` holds back still follow in a later step.
+        """
         self.denoised = [request_id for request_id in self.denoised if request_id not in request_ids]
 
     def pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
-        """Pack the errors of failed requests in `states`; in-flight chunks behind a failed one fail with it."""
+        """Pack the errors of failed requests. Chunks in flight after a failed one fail with it."""
         for state in states:
             if state.failure is not None and state.chunk is not None:
                 self._in_flight.fail(state.chunk)
@@ -224,9 +257,10 @@ class ChunkEnd:
                 outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
 
     def decode(self, state: RequestState) -> None:
-        """Launch the decode, unless the chunk has failed; its error becomes `decode_failure`.
+        """Launch the decode of a chunk that has not failed. Its error becomes `decode_failure`.
 
-        Ranks with layers fail the chunk at its last step only: until then other ranks rely on their passes.
+        Ranks with layers fail the chunk only at its last step, because other ranks rely on its
+        forward passes until then.
         """
         if self.shares_decode:
             self._agreement.agree(state)
@@ -236,12 +270,15 @@ class ChunkEnd:
             state.pending = self._results.decode(self._model, state.chunk, state.started_s)
         except Exception as error:
             if self.shares_decode:
-                raise  # other ranks are inside this decode's collectives: only a clean death is left
+                raise  # other ranks are in this decode's collectives: the engine can only exit
             state.decode_failure = as_failure(error, state.request_id)
 
 
 def deliverable(states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keep one step's results within the worker's message ring; a held-back one goes out with the next step."""
+    """Limit the results of a step to what the worker's ring buffer holds.
+
+    Results beyond the limit are held back for the next step.
+    """
     deliver: dict[str, torch.Tensor] = {}
     room = _MAX_STEP_BYTES
     for state in states:
@@ -249,7 +286,8 @@ def deliverable(states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
         if envelope is None:
             continue
         if state.failure is None:
-            state.pending = None  # a failed request keeps it: `release` waits for the decode that may still run
+            # a failed request retains it: `release` waits for a running decode
+            state.pending = None
         if deliver and envelope.numel() > room:
             state.held_back = envelope
         else:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunksInFlight`: the chunks of each session that this rank has begun and not yet committed, oldest first.
+"""`ChunksInFlight`: chunks of each session that this rank has started and not committed.
 
-`ChunkOrder` decides which of them may take a step. If a chunk fails or is aborted, the chunks behind it fail too: they
-were computed from it, and the session stays as last committed. The first pipeline stage decides which chunks may begin
-(`waiting`) and their chunk indices; later stages follow its mask. A failure is known first on the last stage, where it
-happens: until the scheduler releases the failed chunk, `failed` finds it for the chunks behind it that an earlier stage
-still sends. Knows no model and no scheduler.
-Held by tests/worker/test_in_flight.py and tests/engine/test_chunks_in_flight.py.
+`ChunkOrder` decides which of them may run a step. If a chunk fails or is aborted, all later chunks
+of the session fail too, because they were computed from it; the session stays as last committed.
+The first pipeline stage decides which chunks may start (`waiting`) and assigns their indices; later
+stages follow its mask. The last stage is the first to detect a failure. Until the scheduler
+releases the failed chunk, `failed` finds it for later chunks that an earlier stage still sends.
+This module depends neither on a model nor on the scheduler.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,12 @@ from vllm_omni.outputs import RequestFailed
 
 
 class ChunksInFlight:
-    """limit: chunks of one session in flight at once; with 1 no chunk waits or has a predecessor."""
+    """Chunks in flight of one rank, oldest first.
+
+    Args:
+        limit: Maximum number of chunks of a session in flight. With 1, no chunk waits or has a
+            predecessor.
+    """
 
     def __init__(self, limit: int) -> None:
         self.order = ChunkOrder(limit)
@@ -26,7 +31,7 @@ class ChunksInFlight:
         self._failed: dict[str, list[RequestState]] = {}
 
     def last(self, session_id: str) -> DiffusionRequest | None:
-        """The newest chunk in flight of the session, predecessor of its next one; None = the committed state is."""
+        """Return the newest chunk in flight of a session, which is the next chunk's predecessor."""
         chunks = self._chunks.get(session_id)
         return chunks[-1].chunk if chunks else None
 
@@ -34,15 +39,22 @@ class ChunksInFlight:
         return len(self._chunks.get(session_id, ()))
 
     def is_next(self, request: DiffusionRequest) -> bool:
-        """Whether the chunk follows the committed session, so that it may be decoded."""
+        """Whether a chunk directly follows the committed session.
+
+        Only such a chunk may be decoded.
+        """
         chunks = self._chunks.get(request.session.session_id, [])
         return bool(chunks) and chunks[0].chunk is request
 
     def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
-        """The requests of a batch that may not take a step yet; called before any of the batch does."""
+        """Return the requests of a batch that may not run a step yet.
+
+        Call it before any request of the batch runs its step.
+        """
         if self.order.limit == 1:
             return []
-        first: dict[str, tuple[float, RequestState]] = {}  # session id -> its only queued chunk that may begin
+        # session id -> its only queued chunk that may start
+        first: dict[str, tuple[float, RequestState]] = {}
         for state in states:
             if state.chunk is None and state.failure is None and state.params is not None:
                 number, session_id = turn(state.params.chunk_index), state.params.session_id
@@ -66,12 +78,13 @@ class ChunksInFlight:
         return not self.order.may_move(step, steps, established=established)
 
     def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
-        """The newest chunk of that index that has failed here and is not released yet."""
+        """Return the newest failed chunk of this index that has not been released."""
         return next((state.chunk for state in reversed(self._failed.get(session_id, [])) if state.index == index), None)
 
     def add(self, state: RequestState, predecessor: DiffusionRequest | None) -> None:
-        """The chunk has been admitted behind `predecessor`; if that one has failed, the chunk fails too, and its steps
-        are discarded.
+        """Register an admitted chunk.
+
+        If its predecessor has failed, the chunk fails too, and its steps are discarded.
         """
         assert state.chunk is not None
         session_id = state.chunk.session.session_id
@@ -83,13 +96,16 @@ class ChunksInFlight:
             self._chunks.setdefault(session_id, []).append(state)
 
     def end(self, request: DiffusionRequest) -> None:
-        """The chunk is committed; the chunks behind it stay in flight. Idempotent."""
+        """Remove a committed chunk; later chunks stay in flight. Idempotent."""
         self._cut(request, keep_followers=True)
 
     def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
-        """The chunk and the chunks behind it will not be committed. Idempotent, also after `end`.
+        """Fail a chunk and all later chunks of its session. Idempotent, also after `end`.
 
-        because: the error for the chunks behind it; None = `predecessor_failed` (the session is as it was).
+        Args:
+            request: The failed chunk.
+            because: Error of the later chunks. None means `predecessor_failed`: the session is
+                unchanged.
         """
         chunks = self._cut(request, keep_followers=False)
         for state in chunks[1:]:
@@ -99,7 +115,7 @@ class ChunksInFlight:
             self._failed.setdefault(request.session.session_id, []).extend(chunks)
 
     def release(self, request: DiffusionRequest) -> None:
-        """The scheduler has finished or aborted the chunk: if it is not committed by now, it has failed."""
+        """Release a finished or aborted chunk. It counts as failed if it is not committed."""
         self.fail(request)
         session_id = request.session.session_id
         left = [state for state in self._failed.pop(session_id, []) if state.chunk is not request]
@@ -107,7 +123,7 @@ class ChunksInFlight:
             self._failed[session_id] = left
 
     def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
-        """Remove the chunk; return it and the chunks behind it."""
+        """Remove a chunk; return it and all later chunks."""
         session_id = request.session.session_id
         chunks = self._chunks.get(session_id, [])
         position = next((index for index, state in enumerate(chunks) if state.chunk is request), None)
@@ -125,6 +141,6 @@ class ChunksInFlight:
 def _predecessor_failed() -> RequestFailed:
     return RequestFailed(
         "predecessor_failed",
-        "a chunk before this one failed or was aborted while both were in flight; the session is as it was before that "
-        "chunk: send both again",
+        "an earlier chunk failed or was aborted while both were in flight; the session is as it was "
+        "before that chunk: send both again",
     )

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link between pipeline stages: the tensors that go forward, and the channel on which answers come back.
+"""Messages between pipeline stages: tensors to the next stage, and the return channel.
 
-**Forward**, vLLM's worker carries one dict of tensors from stage to stage: hidden states, or on the way to a VAE stage
-a `StageNote` with final latents. It assumes that tensor-parallel ranks hold the same tensors: one whose length divides
-by their number travels in shards, one from each rank, joined at the other side. Under sequence parallelism each rank
-has tokens of its own, and a host tensor cannot be joined at all. So `together` pads its buffers to a length that does
-not divide.
+**Forward.** vLLM's worker sends one dict of tensors from stage to stage: hidden states or, for a
+VAE stage, a `StageNote` and final latents. vLLM assumes that tensor-parallel ranks hold the same
+tensors: if the length of a tensor is divisible by their number, each rank sends a shard, and the
+receivers all-gather them. With sequence parallelism each rank has its own tokens, and host tensors
+cannot be all-gathered at all. `together` therefore pads its buffers to a length that is not
+divisible.
 
-**Back**, after every micro-step, the last stage with layers sends each earlier one a message per batch
-(`ReturnChannel`): for every request a status (1 = fine, 0 = failed) and its latents. An earlier stage needs the latents
-to start the request's next step and the status to commit the chunk. The channel has a process group of its own: in one,
-NCCL would put both directions into one stream, and no batch could be handed on before the answer to the last. Messages
-flow one way only (last -> earlier) and in batch order, so a FIFO of posted receives is all the bookkeeping.
+**Back.** After every micro-step, the last stage with layers sends one message per batch to each
+earlier stage (`ReturnChannel`): for every request a status (1 = OK, 0 = failed) and its latents. An
+earlier stage needs the latents to start the request's next step, and the status to commit the
+chunk. The channel has a separate process group, because NCCL would put both directions of a shared
+group on one stream, and no batch could be sent forward before the previous one's message is back.
+Messages flow in one direction (from the last stage to earlier ones) and in batch order, so a FIFO
+of posted receives suffices.
 
-CUDA promises no concurrency between streams either: where two share a hardware queue, the later one waits. So every
-rank issues its exchanges in batch order, and for each batch hidden states before the answer: an exchange then only
-waits for an earlier one. Receives of answers (`listen`) are therefore posted after the hidden states that they answer
-have been sent. Held by tests/worker/test_pipeline_parallel.py, test_return_channel.py,
-test_stage_messages.py there, tests/engine/test_exchange_order.py and tests/engine/test_parallel.py.
+CUDA does not guarantee concurrency between streams: streams that share a hardware queue wait for
+each other. Every rank therefore issues its transfers in batch order, and for each batch hidden
+states before the return message, so that a transfer only waits for earlier ones. For this reason
+`listen` posts the receives of return messages after the hidden states have been sent.
 """
 
 from collections import deque
@@ -34,39 +36,50 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 from vllm_omni.outputs import RequestFailed
 
 HIDDEN = "hidden"
-"""Hidden states of one batch after the other, packed by `together`."""
+"""Key of the hidden states of all batches, packed by `together`."""
 _NOTE = "note"
 _LATENTS = "latents"
 _STATUS_OK = 1.0
 
-# -- forward -----------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
 
 
 class ChunkNote(msgspec.Struct, frozen=True):
-    """Where one chunk stands after a step. committed: how many other chunks its session has had by now.
-
-    clean: its latents are final and travel beside this note; `facts` are the model's.
-    done: the chunk is committed on the ranks that hold layers; `timings_ms` are their stage timings.
-    """
+    """State of one chunk after a step."""
 
     request_id: str
+    """Request of the chunk."""
     committed: int
+    """Number of other chunks that the session has committed."""
     step: int
+    """Steps done."""
     num_steps: int
+    """Steps in total."""
     clean: bool
+    """Whether the latents are final. They are then sent along with the note."""
     done: bool
+    """Whether the ranks that hold layers have committed the chunk."""
     facts: dict[str, Any] = {}
+    """Data of the model, sent with final latents."""
     timings_ms: dict[str, list[float]] = {}
+    """Stage timings of the ranks that hold layers, in milliseconds, once the chunk is `done`."""
 
 
 class StageNote(msgspec.Struct, frozen=True):
-    """Message from the last stage with layers to the VAE stage after a step. failures: request -> (code, message)."""
+    """Message from the last stage with layers to the VAE stage after a step."""
 
     chunks: list[ChunkNote] = []
+    """Chunks that ran the step and have not failed."""
     failures: dict[str, tuple[str, str]] = {}
+    """Error code and message of failed requests, by request id."""
 
     def message(self, latents: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
-        """The tensors to send. latents: of the clean `chunks`, in order. ranks: number that share a stage's layers."""
+        """Return the tensors to send.
+
+        Args:
+            latents: Latents of the clean `chunks`, in order.
+            ranks: Number of ranks that share the layers of a stage.
+        """
         text = msgspec.json.encode(self)
         text += b" " * padding(len(text), ranks)
         return {_NOTE: torch.frombuffer(bytearray(text), dtype=torch.uint8), **together(_LATENTS, latents, ranks)}
@@ -77,11 +90,11 @@ class StageNote(msgspec.Struct, frozen=True):
 
     @property
     def taking_part(self) -> set[str]:
-        """The requests with a chunk that took this step, and has not failed."""
+        """Requests whose chunk ran this step and has not failed."""
         return {chunk.request_id for chunk in self.chunks}
 
     def latents(self, received: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Request id -> final latents, of the clean `chunks`."""
+        """Return the final latents of the clean `chunks` by request id."""
         clean = [chunk.request_id for chunk in self.chunks if chunk.clean]
         return dict(zip(clean, unpack(_LATENTS, received), strict=True))
 
@@ -91,14 +104,25 @@ class StageNote(msgspec.Struct, frozen=True):
 
 
 def padding(length: int, ranks: int) -> int:
-    """Elements to append to a tensor of `length`, so that `ranks` ranks do not send it in shards."""
+    """Return the number of elements to append to a tensor, so that vLLM does not send it in shards.
+
+    Args:
+        length: Number of elements of the tensor.
+        ranks: Number of ranks that share layers.
+    """
     return -length % ranks + 1 if ranks > 1 else 0
 
 
 def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
-    """Any number of tensors of one type under `name`, such that each of `ranks` ranks sends its own to its counterpart.
+    """Pack tensors of one dtype, such that each rank sends its own to its counterpart.
 
-    However many, they travel as two: vLLM's CPU ranks hand over eight at most.
+    The result has two tensors for any number of inputs, because vLLM's CPU ranks can send at most
+    eight tensors.
+
+    Args:
+        name: Key of the packed tensors.
+        tensors: Tensors to pack.
+        ranks: Number of ranks that share layers.
     """
     if not tensors:
         return {}
@@ -111,7 +135,7 @@ def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str
 
 
 def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors packed by `together`, as views of one buffer."""
+    """Return the tensors packed by `together`, as views of one buffer."""
     if name not in received:
         return []
     numbers = [number for number in received[f"{name}.shapes"].tolist() if number >= 0]
@@ -124,14 +148,18 @@ def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor
     return found
 
 
-# -- back --------------------------------------------------------------------------------------------------------------
+# -- back ------------------------------------------------------------------------------------------
 
 
 def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
-    """Exchange one element along vLLM's own way from stage to stage. Collective in the pipeline group.
+    """Send one element along vLLM's path from stage to stage (collective in the pipeline group).
 
-    NCCL creates a pair's communicator on first use, which can wait for the device, so do it before any transfer is in
-    flight.
+    NCCL creates the communicator of a pair on first use, which can wait for the device. It must
+    therefore happen before any transfer is in flight.
+
+    Args:
+        pp: Pipeline group.
+        device: Device of the transfers.
     """
     token = torch.ones(1, device=device)
     if not pp.is_first_rank:
@@ -142,19 +170,25 @@ def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
 
 @dataclass
 class _Receive:
-    """A posted receive: filled when `work` is done."""
+    """A posted receive."""
 
     requests: list[DiffusionRequest]
+    """Requests of the batch."""
     numels: list[int]
+    """Size of the latents of each request."""
     buffer: torch.Tensor
+    """Statuses and latents, valid once `work` is done."""
     work: Any
+    """Handle of the receive."""
 
 
 class ReturnChannel:
-    """One rank's end of the return channel. Collective: every rank of the world constructs it at the same point.
+    """One rank's end of the return channel. All ranks of the world must construct it (collective).
 
-    pp_ranks: the global ranks of this rank's pipeline that hold layers, first stage first; a rank outside them (a VAE
-    stage) takes part in the construction only.
+    Args:
+        pp_ranks: Global ranks with layers in this rank's pipeline, first stage first. A rank
+            outside them (a VAE stage) takes part in the construction only.
+        device: Device of the transfers.
     """
 
     def __init__(self, pp_ranks: Sequence[int], device: torch.device) -> None:
@@ -165,7 +199,8 @@ class ReturnChannel:
         dist.all_gather_object(columns, self._ranks)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._groups: dict[int, Any] = {}
-        # One two-member group per (column, earlier stage): no message of one pair waits behind another's.
+        # One group of two per (column, earlier stage), so that messages of pairs do not wait for
+        # each other.
         for column in sorted({tuple(column) for column in columns}):
             for stage, rank in enumerate(column[:-1]):
                 group = dist.new_group([rank, column[-1]], backend=backend)
@@ -181,7 +216,7 @@ class ReturnChannel:
         return self._stage == len(self._ranks) - 1
 
     def _connect(self) -> None:
-        """Exchange one element per pair: NCCL makes a pair's communicator when both ends are present."""
+        """Send one element per pair, so that NCCL creates the pairs' communicators."""
         token = torch.ones(1, device=self._device)
         for stage, group in sorted(self._groups.items()):
             if self.is_last:
@@ -190,7 +225,15 @@ class ReturnChannel:
                 dist.recv(token, src=self._ranks[-1], group=group)
 
     def send(self, requests: Sequence[DiffusionRequest], ok: Sequence[bool], latents: Sequence[torch.Tensor]) -> None:
-        """Last stage, after one batch: statuses and latents to every earlier stage; does not wait for them."""
+        """Send statuses and latents of one batch to every earlier stage, without waiting.
+
+        For the last stage.
+
+        Args:
+            requests: Requests of the batch.
+            ok: Whether each request is OK.
+            latents: Latents of each request.
+        """
         assert self.is_last and len(requests) == len(ok) == len(latents)
         status = torch.tensor([_STATUS_OK if fine else 0.0 for fine in ok], dtype=torch.float32)
         message = torch.cat([status.to(self._device, non_blocking=True), *(x.float().flatten() for x in latents)])
@@ -199,15 +242,18 @@ class ReturnChannel:
         ]
         self._sends.append((message, works))
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
-            self._sends.popleft()  # the buffer must live until the send is done
+            self._sends.popleft()  # the buffer must exist until the send is done
 
     def expect(self, requests: Sequence[DiffusionRequest]) -> None:
-        """Earlier stage, after a batch's forward: register the batch for its answer."""
+        """Register a batch whose return message is expected.
+
+        For earlier stages, after its forward.
+        """
         assert not self.is_last
         self._expected.append(list(requests))
 
     def listen(self, model: SupportsStepExecution) -> None:
-        """Earlier stage, once hidden states have been sent: post the receives of the answers to them."""
+        """Post the receives of return messages. For earlier stages, after sending hidden states."""
         for requests in self._expected:
             numels = [model.latents(request).numel() for request in requests]
             buffer = torch.empty(len(numels) + sum(numels), dtype=torch.float32, device=self._device)
@@ -220,18 +266,23 @@ class ReturnChannel:
         request_ids: Iterable[str],
         apply: Callable[[DiffusionRequest, bool, torch.Tensor], None],
     ) -> None:
-        """Apply every answer up to the newest that concerns one of `request_ids`.
+        """Apply all return messages up to the newest that concerns one of the requests.
 
-        These batches' outputs have reached the engine (or are certain to be sent), so this never waits for a batch that
-        has not been sent to the last stage.
+        The outputs of these batches have reached the engine or are certain to be sent, so this
+        never waits for a batch that has not been sent to the last stage.
+
+        Args:
+            request_ids: Requests whose state must be up to date.
+            apply: Called with each request, whether it is OK, and its latents.
         """
-        assert not self._expected, "listen() posts a batch's receive before the next batch"
+        assert not self._expected, "listen() must post a batch's receive before the next batch"
         wanted = set(request_ids)
         while any(request.request_id in wanted for receive in self._pending for request in receive.requests):
             receive = self._pending.popleft()
             receive.work.wait()
             requests = receive.requests
-            # Reading the statuses waits for the device, so do it only where a chunk may be committed.
+            # Reading the statuses synchronizes with the device, so do it only if a chunk may be
+            # committed.
             final = any(request.step >= request.num_steps for request in requests)
             status = receive.buffer[: len(requests)].tolist() if final else [_STATUS_OK] * len(requests)
             parts = receive.buffer[len(requests) :].split(receive.numels)

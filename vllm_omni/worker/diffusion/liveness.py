@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks are alive: those of one engine end together, when one is gone, stands still, or has failed.
+"""Liveness of ranks: all ranks of an engine exit together when one has died, hung or failed.
 
-A rank that waits in a collective for a dead one waits for minutes, and so does everybody who waits for a result; vLLM
-notices a worker's end, but gives the others 9 s to answer, and a stopped worker not at all. Here a thread of each rank
-(`Watchdog`) sends a datagram to every other twice a second. When one has ended, or has been silent for `timeout_s`, the
-rank logs why, kills the silent one if it is on this machine, and ends itself at once: vLLM's executor then reports a
-dead engine.
+A rank that waits in a collective for a dead one waits for minutes, and so do all clients. vLLM
+detects the exit of a worker, but gives the other workers 9 s to reply, and it does not detect a
+stopped worker. Here, a thread of each rank (`Watchdog`) sends a datagram to every other rank twice
+a second. When a rank has exited, or was silent for `timeout_s`, the thread logs the reason, kills
+the silent process if it is on this machine, and exits at once. vLLM's executor then reports a dead
+engine.
 
-The thread proves that its process runs, not that the main thread makes progress: a step that hangs in the device is
-left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself stopped (a debugger, Ctrl-Z, a paused
-machine) starts counting afresh. `end_rank` is the one way in which a rank ends itself, also when its own work has
-failed (`failing_together`). Knows no model and no scheduler; torch and vLLM, whose process groups say which ranks there
-are, are imported only where they are asked. Held by tests/worker/test_watchdog.py, test_watchdog_thread.py and
-test_rank_watch.py there, and tests/engine/test_dead_stage.py.
+The thread proves that its process runs, not that the main thread makes progress: a step that hangs
+on the device is left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was stopped
+itself (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. A rank exits only through
+`end_rank`, also when its own work has failed (`failing_together`). This module depends neither on a
+model nor on the scheduler. torch and vLLM, whose process groups define the ranks, are imported only
+where they are used.
 """
 
 import contextlib
@@ -36,42 +37,52 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _OWN_GAP_BEATS = 4
-"""A thread that was held up for so long cannot tell whether the others were."""
+"""Own delay, in beats, after which the thread cannot judge whether others were silent."""
 _GRACE_BEATS = 4
-"""How long a rank may outlive another: on an orderly shutdown all end, one after the other."""
+"""Beats that a rank waits after another has exited: in an orderly shutdown they exit in
+sequence."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another rank. machine: equal exactly for ranks on one machine. address: where its socket listens."""
+    """Another rank."""
 
     rank: int
+    """Global rank."""
     pid: int
+    """Process id."""
     machine: str
+    """Equal for ranks on one machine and only for them."""
     address: tuple[str, int]
+    """Host and port of its socket."""
 
 
 @dataclass
 class Watchdog:
-    """This rank's end. listen: a bound UDP socket, which it takes over. token: the same for all ranks, sent along.
-
-    beat_s: time from one datagram to the next.
-    """
+    """Watchdog of this rank."""
 
     rank: int
+    """Global rank of this process."""
     listen: socket.socket
+    """Bound UDP socket. The watchdog owns it."""
     peers: Sequence[Peer]
+    """All other ranks."""
     machine: str
+    """Machine of this process, as `Peer.machine`."""
     token: bytes
+    """Prefix of all datagrams, equal on all ranks."""
     timeout_s: float
+    """Silence in seconds after which a rank counts as dead."""
     beat_s: float = 0.5
+    """Seconds between two datagrams."""
     _stop: threading.Event = field(default_factory=threading.Event)
+    """Set when an orderly shutdown has started."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name="RankWatchdog").start()
 
     def stop(self) -> None:
-        """An orderly shutdown has begun: from now on others may end. Idempotent."""
+        """Announce an orderly shutdown: other ranks may exit from now on. Idempotent."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -79,7 +90,7 @@ class Watchdog:
         ends: dict[int, Peer] = {}
         for peer in self.peers:
             if peer.machine == self.machine:
-                with contextlib.suppress(OSError):  # gone already: its silence will tell
+                with contextlib.suppress(OSError):  # it has exited: its silence is detected
                     ends[os.pidfd_open(peer.pid)] = peer
         try:
             self._watch(ends)
@@ -98,7 +109,8 @@ class Watchdog:
         ended: tuple[float, Peer] | None = None
         while not self._stop.is_set():
             for peer in self.peers:
-                with contextlib.suppress(OSError):  # a full buffer or a dead address: the next beat, or its silence
+                # a full buffer or a dead address: retry with the next beat, or detect its silence
+                with contextlib.suppress(OSError):
                     self.listen.sendto(beat, peer.address)
             ready = {descriptor for descriptor, _ in poll.poll(self.beat_s * 1e3)}
             now = time.monotonic()
@@ -115,7 +127,7 @@ class Watchdog:
             silent = [peer for peer in self.peers if now - heard[peer.rank] > self.timeout_s]
             if silent:
                 ranks = ", ".join(f"{peer.rank} (process {peer.pid})" for peer in silent)
-                self._give_up(f"nothing was heard of rank {ranks} for {self.timeout_s:g} s", silent)
+                self._give_up(f"no datagram arrived from rank {ranks} for {self.timeout_s:g} s", silent)
             time.sleep(max(0.0, looked + self.beat_s - time.monotonic()))
 
     def _take_in(self) -> list[int]:
@@ -140,18 +152,28 @@ class Watchdog:
 
 
 def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoReturn:
-    """Log why, with the traceback of `error`, and end this process at once: nothing is cleaned up or waited for."""
-    logger.critical("rank %d ends itself, so that the engine is reported dead: %s", rank, reason, exc_info=error)
+    """Log the reason and exit immediately, without cleanup.
+
+    Args:
+        rank: Rank of this process.
+        reason: Reason for the log.
+        error: Exception whose traceback is logged.
+    """
+    logger.critical("rank %d exits, so that the engine is reported dead: %s", rank, reason, exc_info=error)
     os._exit(ENGINE_DIED)
 
 
 @contextlib.contextmanager
 def failing_together(*, heard: bool) -> Iterator[None]:
-    """Around work that other ranks take part in: an exception ends this process, so that nobody waits for it.
+    """Context of work that other ranks take part in: an exception ends the process.
 
-    vLLM's workers log an exception and wait for the next call. One rank's is the engine's answer; of another's the
-    engine never learns, and the others wait in their collectives. heard: this is the rank whose exception is the
-    answer: it is raised as usual, and so it is on an engine's only rank.
+    vLLM's workers log an exception and wait for the next call. The exception of one rank is the
+    engine's result; exceptions of other ranks never reach the engine, and all ranks would wait in
+    their collectives.
+
+    Args:
+        heard: Whether the engine reads the exception of this rank. It is then raised as usual, as
+            it is on the only rank of an engine.
     """
     from vllm.distributed.parallel_state import get_world_group
 
@@ -160,19 +182,23 @@ def failing_together(*, heard: bool) -> Iterator[None]:
     except Exception as error:
         world = get_world_group()
         if world.world_size > 1 and not heard:
-            end_rank(world.rank, f"{type(error).__name__} in work that other ranks wait for", error)
+            end_rank(world.rank, f"{type(error).__name__} in work that other ranks take part in", error)
         raise
 
 
 def answers_steps() -> bool:
-    """Whether vLLM's executors take a step's result, or its exception, from this rank."""
+    """Whether vLLM's executors read the result or the exception of a step from this rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
 def watch_other_ranks(timeout_s: float) -> Watchdog:
-    """Collective over tensor- and pipeline-parallel ranks; returns this rank's end, started."""
+    """Start the watchdog of this rank (collective over tensor- and pipeline-parallel ranks).
+
+    Args:
+        timeout_s: Silence in seconds after which a rank counts as dead.
+    """
     from vllm.distributed.parallel_state import get_world_group
     from vllm.utils.network_utils import get_ip
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryBudget`: how many bytes the sessions of one rank may hold.
+"""`MemoryBudget`: memory that the sessions of one rank may use.
 
-vLLM profiles memory only for models with KV groups; a diffusion runner has none, so the budget is computed here:
-`--gpu-memory-utilization` of the GPU, less weights, less the peak of a warm-up chunk at the largest shape; or, as for
-vLLM's own cache, exactly `--kv-cache-memory-bytes`. Memory in use before this rank's worker began (another engine on
-the same GPU) does not count, as in vLLM's own profiling.
-Held by tests/worker/test_memory.py.
+vLLM profiles memory only for models with KV cache groups. A diffusion runner has none, so the
+budget is computed here: `--gpu-memory-utilization` of the GPU minus weights and minus the peak of a
+warm-up chunk of the largest shape. `--kv-cache-memory-bytes`, if given, is the budget, as for
+vLLM's own cache. As in vLLM's profiling, memory that was in use before this rank's worker started
+(by another engine on the same GPU) does not count.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,14 @@ from vllm.config import VllmConfig
 
 
 class MemoryBudget:
-    """used_before: bytes of the device in use when the worker had its device and groups, before it loaded anything."""
+    """Computes the session memory of one rank.
+
+    Args:
+        vllm_config: Configuration of the engine.
+        device: Device of the rank.
+        used_before: Bytes in use on the device before the worker loaded anything, after device and
+            process groups were set up.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, used_before: int = 0) -> None:
         self._cache_config = vllm_config.cache_config
@@ -27,7 +34,7 @@ class MemoryBudget:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the device's peak while the largest shape runs (weights and the warm-up session included)."""
+        """Measure the peak memory, including weights, while the largest shape runs."""
         if self._device.type != "cuda":
             yield
             return
@@ -36,17 +43,25 @@ class MemoryBudget:
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         outside_torch = total - free - torch.cuda.memory_reserved(self._device) - self._used_before
-        # below 0: another process has given memory back since
+        # negative if another process has freed memory meanwhile
         torch_peak = torch.cuda.max_memory_allocated(self._device)
         self._peak_bytes = torch_peak + max(0, outside_torch)
         torch.cuda.empty_cache()
         allocated = torch.cuda.memory_allocated(self._device)
-        # memory that CUDA graphs use while they run, and that nothing else can have
+        # memory that CUDA graphs use while they run; it is not available for anything else
         self._peak_bytes += torch.cuda.memory_reserved(self._device) - allocated
         _have_allocator_keep(torch_peak - allocated, self._device)
 
     def session_bytes(self, warm_up_session_bytes: int, configured: int | None) -> int:
-        """Bytes for all sessions together. Raises ValueError if not even one session of the largest shape fits."""
+        """Return the bytes that all sessions together may use.
+
+        Args:
+            warm_up_session_bytes: Size of a session of the largest shape.
+            configured: `omni.max_session_bytes`.
+
+        Raises:
+            ValueError: Not even one session of the largest shape fits.
+        """
         available = self._available(warm_up_session_bytes)
         budget = available if configured is None else min(configured, available)
         if budget < warm_up_session_bytes:
@@ -58,7 +73,8 @@ class MemoryBudget:
         return budget
 
     def _available(self, warm_up_session_bytes: int) -> int:
-        if self._cache_config.kv_cache_memory_bytes is not None:  # the flag, or VLLM_CPU_KVCACHE_SPACE
+        # the flag, or VLLM_CPU_KVCACHE_SPACE
+        if self._cache_config.kv_cache_memory_bytes is not None:
             return int(self._cache_config.kv_cache_memory_bytes)
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
@@ -68,6 +84,9 @@ class MemoryBudget:
 
 
 def _have_allocator_keep(nbytes: int, device: torch.device) -> None:
-    """Take the warm-up's memory from the driver again: else the first session waits for it, 40 ms for 11 GiB."""
+    """Allocate and free the warm-up's memory again, so that the first session need not wait for it.
+
+    `cudaMalloc` takes 40 ms for 11 GiB.
+    """
     if nbytes > 0:
         torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepPacer`: keeps the host from running ahead of the device, so that an abort still finds a step to stop.
+"""`StepPacer`: limits how far the host runs ahead of the device, so that aborts take effect soon.
 
-Elsewhere than on CUDA the device has ended a step when its launch returns. Held by tests/worker/test_overlap.py.
+On devices other than CUDA, a step has finished when its launch returns.
 """
 
 import time
@@ -12,22 +12,29 @@ from itertools import pairwise
 import torch
 
 SLOW_STEP_MS = 50.0
-"""From here on the next step is launched only when the last is about to end, so that an abort takes effect within one
-step."""
+"""Minimum duration of a slow step. The next step is launched only shortly before a slow step ends,
+so that an abort takes effect within one step."""
 SLOW_STAGE_MS = 150.0
-"""The same with pipeline stages, where a step's way through all processes takes three times as long."""
+"""As `SLOW_STEP_MS` with pipeline stages, where a step takes three times as long through all
+processes."""
 LEAD = 0.2
-"""How long before a slow step's expected end the next one may be launched, of the times above: 10 ms of 50. An engine
-step's way through the processes and to the first kernel takes about half of that, in which the device would idle."""
+"""Lead of the next launch before a slow step's expected end, as a fraction of the times above (10
+ms of 50). An engine step takes about half of that through the processes to its first kernel;
+without a lead, the device would idle in that time."""
 _POLL_S = 0.001
 _STEPS = 3
-"""A step is expected to take as long as the shortest of so many before it: a chunk's first and last one take longer."""
+"""Number of earlier steps whose minimum predicts the duration of a step. The first and last steps
+of a chunk take longer."""
 
 
 class StepPacer:
-    """Keeps the host at most one step ahead of the device, and where steps are long by no more than `LEAD` tells.
+    """Limits the host to one step ahead of the device, and with slow steps to `LEAD`.
 
-    So the time between two answers of the host is not that of a step: `before_s` is.
+    The time between two results of the host is therefore not the duration of a step; `before_s` is.
+
+    Args:
+        device: Device of the steps.
+        stages: Whether there are several pipeline stages.
     """
 
     def __init__(self, device: torch.device, *, stages: bool = False) -> None:
@@ -37,18 +44,23 @@ class StepPacer:
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=2 + _STEPS)
         self._began_s = 0.0
-        """When the device began the last step, as far as the host knows; not before the host began to launch it."""
+        """Start of the last step on the device as estimated by the host, not before its launch
+        started."""
         self._expected_end_s = 0.0
 
     def launching(self) -> None:
-        """Call before launching a step whose device time `before_s` shall tell."""
+        """Call it before launching a step whose device time `before_s` shall return."""
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
             self._begin = begin, time.perf_counter()
 
     def launched(self, *, moves: bool = True) -> None:
-        """Call after launching a step. moves: False = it only fetches results, so there is nothing to wait for."""
+        """Call it after launching a step.
+
+        Args:
+            moves: False if the step only fetches results, so that there is nothing to wait for.
+        """
         if self._cuda:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
@@ -65,7 +77,7 @@ class StepPacer:
 
     @property
     def before_s(self) -> float | None:
-        """Device time of the step before the last one launched; None = there was none, or the device is still at it."""
+        """Device time in seconds of the step before the last one; None if unknown or unfinished."""
         if len(self._spans) < 2 or not self._spans[0][1].query():
             return None
         begin, end = self._spans[0]
@@ -73,18 +85,27 @@ class StepPacer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the device is still at the last step launched."""
+        """Whether the device is still executing the last step."""
         return bool(self._spans) and not self._spans[-1][1].query()
 
     def wait(self, is_result_ready: Callable[[], bool] = lambda: False) -> bool:
-        """Call before launching a step, or earlier; a result that is ready for delivery, which it returns, ends it."""
+        """Wait until the next step may be launched.
+
+        Args:
+            is_result_ready: Polled while waiting. A result that is ready for delivery ends the
+                wait.
+
+        Returns:
+            Whether a ready result ended the wait.
+        """
         if len(self._ends) < 3:
             return False
         *earlier, before, last = self._ends
         called_s = time.perf_counter()
         idle = before.query()
         before.synchronize()
-        # The device began the last step with its first kernel, which a host that launches ahead brings before its turn.
+        # The device started the last step with its first kernel, which was enqueued before the
+        # device was free.
         self._began_s = min(self._began_s, called_s) if idle else time.perf_counter()
         step_ms = min(begin.elapsed_time(end) for begin, end in pairwise([*earlier, before]))
         self._expected_end_s = self._began_s + step_ms / 1e3
@@ -95,6 +116,6 @@ class StepPacer:
             if is_result_ready():
                 return True
             time.sleep(min(left_s, _POLL_S))
-        if last.query():  # else the next step, too, would be expected to end late, and the one behind it
+        if last.query():  # otherwise the late end would carry over to the next steps' estimates
             self._expected_end_s = min(self._expected_end_s, time.perf_counter())
         return False

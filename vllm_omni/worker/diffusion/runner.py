@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
+"""`DiffusionGPUModelRunner`: runs denoise steps for scheduled requests and owns device memory.
 
-Requests come in, its role admits them and runs one step, outputs go out. The role (`roles/`), chosen once at start,
-knows this rank's part of the work and its messages to other ranks. The runner has no vLLM base class: `surface.py`
-implements vLLM's runner interface. It knows no model by name and no sockets.
+For each engine step, the runner's role admits the scheduled requests and runs one step of each. The
+role (`roles/`) is chosen once at start; it defines this rank's part of the work and its messages to
+other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner interface.
+This module names no model and no sockets.
 
-Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there, tests/engine/):
-- a session is opened by its first chunk and freed by the store, nowhere else;
-- a request that fails or is aborted leaves its session as it was; the others in its batch go on;
-- with several ranks, every decision before a collective is the same on all of them.
+Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there,
+tests/engine/):
+- The first chunk of a session creates it, and only the session store frees it.
+- A request that fails or is aborted leaves its session unchanged; the rest of the batch continues.
+- With several ranks, every decision before a collective is the same on all of them.
 """
 
 from collections.abc import Sequence
@@ -44,7 +46,7 @@ from vllm_omni.worker.diffusion.surface import RunnerSurface
 
 
 class DiffusionGPUModelRunner(RunnerSurface):
-    """One rank's runner. All methods are called by the worker from one thread."""
+    """Model runner of one rank. The worker calls all methods from one thread."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.vllm_config = vllm_config
@@ -58,15 +60,16 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.requests = RequestStates()
         self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
         self.partition = self.omni.partition
-        """Layers of each stage since they were last moved, or as loaded; () = as even as possible."""
+        """Layers of each stage after the last move, or as loaded; () means as even as possible."""
 
-    # -- start, called by the worker ----------------------------------------------------------------------------
+    # -- start, called by the worker ---------------------------------------------------------------
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
         self.offloader = offloader_for(self.vllm_config, self.device, self.place)
-        set_offloader(self.offloader)  # also None: another engine of this process may have had one
+        # also if None: another engine of this process may have set one
+        set_offloader(self.offloader)
         loader = get_model_loader(self.load_config)
         self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
         self.adapters = store_for(self.network, self.vllm_config.lora_config, self.device)
@@ -94,7 +97,17 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
     ) -> None:
-        """Load the checkpoint again, in place (after sleep level 2, or from another directory of the same shape)."""
+        """Reload the weights in place, after sleep level 2 or from another checkpoint.
+
+        Args:
+            weights_iterator: Not supported.
+            weights_path: Checkpoint directory with tensors of the same shapes; None reloads the
+                current one.
+            is_checkpoint_format: Must be true.
+
+        Raises:
+            ValueError: The arguments or the quantized layers are not supported.
+        """
         if weights_iterator is not None or not is_checkpoint_format:
             raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
         with set_current_vllm_config(self.vllm_config), self.adapters.detached(), files_may_change():
@@ -105,7 +118,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             initialize_layerwise_reload(quantized)
             try:
                 get_model_loader(self.load_config).load_weights(self.network, self.model_config)
-            finally:  # also gives layers that got nothing their old weights back
+            finally:  # also restores the old weights of layers that got none
                 finalize_layerwise_reload(quantized, self.model_config)
                 if self.offloader is not None:
                     self.offloader.post_init()
@@ -115,15 +128,18 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     @property
     def chunk_end(self) -> ChunkEnd:
-        """How chunks end in this rank's role."""
+        """Ends the chunks of this rank's role."""
         return self.role.chunk_end
 
-    # -- the engine step ---------------------------------------------------------------------------------------
+    # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> ModelRunnerOutput | IntermediateTensors:
-        """One engine step: one micro-step for each scheduled request (a whole chunk under the stock scheduler)."""
+        """Run one micro-step of each scheduled request.
+
+        Under the stock scheduler, run whole chunks.
+        """
         scheduled = list(scheduler_output.num_scheduled_tokens)
         self.role.take_answers([*scheduler_output.finished_req_ids, *scheduled])
         for request_id in scheduler_output.finished_req_ids:
@@ -158,13 +174,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
         return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
 
-    # -- between steps, called by the worker -------------------------------------------------------------------
+    # -- between steps, called by the worker -------------------------------------------------------
 
     def request_progress(self) -> dict[str, list[int]]:
         return self.requests.progress()
 
     def settle(self, session_id: str) -> None:
-        """Apply the last stage's answers to this session's finished chunks, which commits them."""
+        """Commit this session's finished chunks, by applying the last stage's return messages."""
         done = [
             state.request_id
             for state in self.requests.values()
@@ -176,10 +192,14 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def shutdown(self) -> None:
         self.sessions.close_all()
 
-    # -- adapters, by vLLM's calls -------------------------------------------------------------------------------------
+    # -- adapters, by vLLM's calls -----------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Check and load an adapter, on all ranks or on none (collective). Raises ValueError of one line."""
+        """Check and load a LoRA adapter, on all ranks or on none (collective).
+
+        Raises:
+            ValueError: A rank could not load it. The message is one line.
+        """
         return self.agreement.add_adapter(self.adapters, lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:

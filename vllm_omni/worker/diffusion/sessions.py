@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionStore`: opens, evicts and frees the sessions of one rank, and counts their bytes.
+"""`SessionStore`: creates, evicts and frees the sessions of one rank, and tracks their memory.
 
-A session is made by its first chunk, outlives requests, and is freed in exactly one place (`close`). Admission is by
-bytes: a session's size is known before it is made and constant afterwards. Memory that a model keeps of closed
-sessions (`trim_kept`) counts as free, and gives way to live ones. Knows no scheduler and no model maths.
-Held by tests/worker/test_sessions.py.
+The first chunk of a session creates it. It outlives requests and is freed in one place (`close`).
+Admission is by bytes: the size of a session is known before it is created and constant afterwards.
+Memory of closed sessions that a model retains (`trim_kept`) counts as free and yields to live
+sessions. This module depends neither on the scheduler nor on model maths.
 """
 
 import time
@@ -23,7 +23,12 @@ from vllm_omni.outputs import RequestFailed
 class SessionStore:
     """Live sessions of one rank, least recently used first.
 
-    clock: seconds; on several ranks it must answer the same everywhere (eviction must not differ between ranks).
+    Args:
+        max_sessions: Maximum number of live sessions.
+        idle_s: Seconds without a request after which a session may be evicted.
+        max_bytes: Maximum memory of all sessions together; None is unlimited.
+        clock: Time in seconds. With several ranks it must be equal on all of them, because eviction
+            must not differ between ranks.
     """
 
     def __init__(
@@ -37,7 +42,7 @@ class SessionStore:
         self.idle_s = idle_s
         self.max_bytes = max_bytes
         self.trim_kept: Callable[[int], None] = lambda nbytes: None
-        """`KeepsMemory.trim_kept` of the model."""
+        """`KeepsMemory.trim_kept` of the model: limits the memory it retains of closed sessions."""
         self._clock = clock
         self._sessions: OrderedDict[str, SessionState] = OrderedDict()
         self._last_used: dict[str, float] = {}
@@ -55,7 +60,11 @@ class SessionStore:
         return sum(session.nbytes for session in self._sessions.values())
 
     def get(self, session_id: str) -> SessionState:
-        """Return a live session and mark it used. Raises `RequestFailed("unknown_session", ...)`."""
+        """Return a live session and mark it as used.
+
+        Raises:
+            RequestFailed: `unknown_session`: the session is not live.
+        """
         session = self._sessions.get(session_id)
         if session is None:
             raise RequestFailed(
@@ -66,9 +75,13 @@ class SessionStore:
         return session
 
     def make_room(self, nbytes: int) -> None:
-        """Make sure one more session of `nbytes` fits, closing idle ones if needed.
+        """Make room for one more session, closing idle sessions if needed.
 
-        Raises `RequestFailed("capacity", ...)` when it cannot fit.
+        Args:
+            nbytes: Size of the session.
+
+        Raises:
+            RequestFailed: `capacity`: the session does not fit.
         """
         if self.max_bytes is not None and nbytes > self.max_bytes:
             raise RequestFailed("capacity", f"a session needs {nbytes} bytes, all sessions may hold {self.max_bytes}")
@@ -92,7 +105,7 @@ class SessionStore:
         return self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
 
     def add(self, session: SessionState) -> None:
-        """Take ownership of a new session; its id must be free."""
+        """Take ownership of a new session, whose id must be unused."""
         assert session.session_id not in self._sessions
         self._sessions[session.session_id] = session
         self._last_used[session.session_id] = self._clock()
@@ -100,7 +113,14 @@ class SessionStore:
             self.trim_kept(max(0, self.max_bytes - self.nbytes))
 
     def operate(self, params: DiffusionParams) -> dict[str, Any]:
-        """Carry out `params.op` (close, reset or fork); returns the result's meta."""
+        """Run the session operation `params.op` (close, reset or fork).
+
+        Returns:
+            Metadata of the result.
+
+        Raises:
+            RequestFailed: The session to fork is not live, or its copy is not possible.
+        """
         if params.op == "fork":
             if params.fork_to is None or params.fork_to in self:
                 raise RequestFailed("invalid_request", f"fork_to must name a new session, got {params.fork_to!r}")
@@ -110,11 +130,12 @@ class SessionStore:
             copy.failure, copy.adapters = source.failure, source.adapters
             self.add(copy)
             return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
-        existed = self.close(params.session_id)  # `reset`: the next chunk starts afresh under the same id
+        # `reset`: the next chunk creates a new session of this id
+        existed = self.close(params.session_id)
         return {"op": params.op, "session_id": params.session_id, "existed": existed}
 
     def pin(self, session_id: str) -> None:
-        """A chunk of this session is in flight: it may not be evicted."""
+        """Protect a session from eviction while one of its chunks is in flight."""
         self._pins[session_id] = self._pins.get(session_id, 0) + 1
 
     def unpin(self, session_id: str) -> None:
@@ -127,7 +148,11 @@ class SessionStore:
         return session_id in self._pins
 
     def close(self, session_id: str) -> bool:
-        """Free a session; False if it was not live (idempotent)."""
+        """Free a session. Idempotent.
+
+        Returns:
+            Whether the session was live.
+        """
         session = self._sessions.pop(session_id, None)
         self._last_used.pop(session_id, None)
         if session is not None:
@@ -145,7 +170,7 @@ class SessionStore:
             session.to(device)
 
     def stats(self) -> dict[str, Any]:
-        """JSON types only: it travels over RPC."""
+        """Return statistics as JSON types, because they are sent over RPC."""
         return {
             "sessions": len(self),
             "max_sessions": self.max_sessions,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedGPUWorker`: more ranks than GPUs, to try a split, or to test one, on a machine that is too small for it.
+"""`SharedGPUWorker`: more ranks than GPUs, to try or test a parallel layout on a smaller machine.
 
-NCCL refuses two ranks of one host on one device. If each rank has its own NCCL_HOSTID, it connects them by sockets:
-slow, and kernels of several processes take turns, but each rank issues the same kernels and transfers, on the same
-streams and in the same order, as on a GPU of its own. Held by tests/worker/test_shared_gpu_worker.py and, where a
-machine has fewer GPUs than an engine has ranks, by every test of tests/engine/.
+NCCL refuses two ranks of one host on one device. If each rank has a different NCCL_HOSTID, NCCL
+connects them through sockets. That is slow, and kernels of the processes are time-sliced, but each
+rank issues the same kernels and transfers, on the same streams and in the same order, as on a
+separate GPU. tests/engine/ uses it if a machine has fewer GPUs than an engine has ranks.
 """
 
 import math
@@ -17,15 +17,16 @@ from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
 
 
 class SharedGPUWorker(DiffusionGPUWorker):
-    """`DiffusionGPUWorker` whose ranks are spread over the GPUs there are, several on each if there are too few.
+    """`DiffusionGPUWorker` that places several ranks on a GPU if there are too few GPUs.
 
-    Needs `--distributed-executor-backend mp`, else vLLM counts GPUs and refuses. `--gpu-memory-utilization` is of a
-    GPU, for all its ranks together. One engine on one node: raises ValueError with data parallel.
+    Requires `--distributed-executor-backend mp`, because vLLM otherwise counts GPUs and refuses.
+    `--gpu-memory-utilization` applies to a GPU, for all its ranks together. Data parallelism and
+    several nodes are not supported.
     """
 
     def init_device(self) -> None:
         if self.parallel_config.data_parallel_size > 1:
-            raise ValueError("SharedGPUWorker spreads the ranks of one engine: drop --data-parallel-size")
+            raise ValueError("SharedGPUWorker supports one engine only: remove --data-parallel-size")
         gpus = torch.accelerator.device_count()
         self._ranks_of_a_gpu = math.ceil(self.parallel_config.world_size / gpus)
         if self._ranks_of_a_gpu > 1:
@@ -35,12 +36,14 @@ class SharedGPUWorker(DiffusionGPUWorker):
                 "NCCL_IB_DISABLE": "1",
                 "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             }
-            self.parallel_config.disable_custom_all_reduce = True  # it, too, writes to another GPU's memory
+            # it writes to another GPU's memory
+            self.parallel_config.disable_custom_all_reduce = True
         self.local_rank %= gpus
         super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        sessions = self.model_runner.sessions  # each rank has counted the GPU's free memory as its own
+        # each rank has counted all free memory of the GPU as its own
+        sessions = self.model_runner.sessions
         sessions.max_bytes = sessions.max_bytes and sessions.max_bytes // self._ranks_of_a_gpu
         return times

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedText`: the rows of prompts on their way from the one rank that encodes to all others with layers.
+"""`SharedText`: sends text embeddings from the rank that encodes to all ranks with layers.
 
-The first rank of the first stage holds the text encoder. When the ranks that share its stage have agreed on a chunk's
-first step, it sends them the rows; with the hidden states of that step they travel on, from each rank to its
-counterpart on the next stage. So rows are exchanged for just those chunks, and in just that order, in which forwards
-are. Knows no model by name. Held by tests/worker/test_shared_text.py and tests/engine/test_shared_text_engine.py.
+The first rank of the first stage holds the text encoder. When the ranks that share its stage have
+agreed on the first step of a chunk, it broadcasts the embeddings to them. They travel on with the
+hidden states of that step, from each rank to its counterpart on the next stage. Embeddings are thus
+transferred for exactly those chunks, and in exactly that order, in which forward passes run. This
+module names no model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,13 @@ _COUNTS = "text.counts"
 
 
 class SharedText:
-    """tensor: vLLM's group of the ranks that share layers. first_stage: whether its first rank holds the encoder."""
+    """Text embeddings of one rank.
+
+    Args:
+        model: The model. The object does nothing unless the model is `SupportsSharedText`.
+        tensor: vLLM's group coordinator of the ranks that share layers.
+        first_stage: Whether the first rank of the group holds the text encoder.
+    """
 
     def __init__(self, model: object, tensor: GroupCoordinator, *, first_stage: bool) -> None:
         self._model: SupportsSharedText[Any, Any] | None = model if isinstance(model, SupportsSharedText) else None
@@ -29,9 +36,14 @@ class SharedText:
         self._first_stage = first_stage
 
     def complete(self, beginning: Sequence[DiffusionRequest], received: Mapping[str, torch.Tensor]) -> None:
-        """Fill the rows of chunks that are about to take their first step (collective among ranks that share layers).
+        """Fill in the embeddings of chunks before their first step (collective on each stage).
 
-        received: the previous stage's message. Raises RuntimeError if it lacks rows.
+        Args:
+            beginning: Chunks that are about to run their first step.
+            received: Message of the previous stage.
+
+        Raises:
+            RuntimeError: The message lacks embeddings.
         """
         if self._model is None:
             return
@@ -48,11 +60,12 @@ class SharedText:
                 raise RuntimeError(
                     f"an earlier pipeline stage sent {count} prompts of a chunk that has {len(own)} here"
                 )
-            for rows, values in zip(own, arrived, strict=False):  # none here: this stage knows the prompt
+            # `own` is empty if this stage has the prompt
+            for rows, values in zip(own, arrived, strict=False):
                 rows.copy_(values)
 
     def message(self, beginning: Sequence[DiffusionRequest]) -> dict[str, torch.Tensor]:
-        """The same rows for the next stage, beside the hidden states."""
+        """Return the same embeddings for the next stage, to send with the hidden states."""
         if self._model is None:
             return {}
         texts = [self._model.texts(request) for request in beginning]

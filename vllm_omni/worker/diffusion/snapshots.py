@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionSnapshots`: one rank's side of saving and restoring sessions.
+"""`SessionSnapshots`: saving and restoring sessions on one rank.
 
-Works between engine steps. A session is saved as its last committed chunk left it, whatever is in flight; saving
-changes nothing. Restoring makes a new session through the model, under the store's rules for room, or leaves no trace.
-Knows no model by name. Held by tests/worker/test_snapshots.py and tests/engine/test_session_snapshots.py.
+Both run between engine steps. A session is saved as its last committed chunk left it, regardless of
+chunks in flight; saving changes nothing. Restoring creates a new session through the model, under
+the session store's rules for room; if it fails, nothing remains. This module names no model.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 logger = logging.getLogger("vllm." + __name__)
 
 _SAMPLES = 16
-"""Values of each parameter that its digest sees."""
+"""Number of values of each parameter in the digest of the weights."""
 _SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "window_frames", "sink_frames", "options")
-"""Fields of a first chunk's request that a snapshot may hold."""
+"""Fields of a first chunk's request that a snapshot may contain."""
 
 Answer = dict[str, Any]
 P = ParamSpec("P")
 
 
 def answers(work: Callable[P, Any]) -> Callable[P, Answer]:
-    """An RPC answers for every rank, `{"ok": result}` or `{"error": [code, message]}`.
+    """Decorate an RPC to return `{"ok": result}` or `{"error": [code, message]}` on every rank.
 
-    An exception would hide the others' answers.
+    An exception would hide the results of the other ranks.
     """
 
     @functools.wraps(work)
@@ -68,7 +68,11 @@ def answers(work: Callable[P, Any]) -> Callable[P, Answer]:
 
 
 class SessionSnapshots:
-    """runner: owner of the sessions; only its store and model are used."""
+    """Snapshots of one rank.
+
+    Args:
+        runner: Owner of the sessions. Only its session store and model are used.
+    """
 
     def __init__(self, runner: DiffusionGPUModelRunner) -> None:
         self._runner = runner
@@ -77,11 +81,11 @@ class SessionSnapshots:
 
     @answers
     def describe(self, session_id: str) -> bytes:
-        """`RankDescription` as JSON."""
+        """Return `RankDescription` of a session as JSON."""
         return msgspec.json.encode(self.described(self.committed(session_id)))
 
     def described(self, session: Any) -> RankDescription:
-        """This rank's part of a session without its bytes."""
+        """Describe this rank's part of a session, without its data."""
         return describe(
             self._identity(),
             self._weights_digest(),
@@ -94,24 +98,34 @@ class SessionSnapshots:
 
     @answers
     def write(self, session_id: str, path: str, chunk_index: int, starts: Sequence[int]) -> None:
-        """Copy this rank's tensors into the file; `chunk_index` must still be the session's next chunk.
+        """Copy this rank's tensors into the file.
 
-        starts: as `SnapshotPlan.starts`.
+        Args:
+            session_id: Session to save.
+            path: The file.
+            chunk_index: Index that the session's next chunk must still have.
+            starts: As `SnapshotPlan.starts`.
         """
         session = self.committed(session_id)
         if session.chunk_index != chunk_index:
-            raise RequestFailed("session_busy", "a chunk of this session was finished meanwhile; ask again")
+            raise RequestFailed("session_busy", "a chunk of this session finished in the meantime; try again")
         write_tensors(Path(path), starts, rank_in_world(), session.tensors())
 
     @answers
     def restore(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> None:
-        """Make this rank's part of a new session from a file."""
+        """Create this rank's part of a new session from a file.
+
+        Args:
+            session_id: Id of the new session.
+            path: The file.
+            data_parallel_rank: The only data-parallel rank that restores it; None means all.
+        """
         own = self._runner.vllm_config.parallel_config.data_parallel_index
         if data_parallel_rank is None or data_parallel_rank == own:
             self._restore(session_id, Path(path))
 
     def forget_weights(self) -> None:
-        """The weights were loaded anew."""
+        """Invalidate the digest of the weights after they were reloaded."""
         self._weights = self._model = None
 
     def _restore(self, session_id: str, path: Path) -> None:
@@ -140,7 +154,7 @@ class SessionSnapshots:
                 session.restore(part.scalars, saved)
                 saved.finish()
                 if session.chunk_index != header.chunk_index:
-                    raise RequestFailed("invalid_snapshot", "the snapshot's parts are of different chunks")
+                    raise RequestFailed("invalid_snapshot", "the snapshot's parts belong to different chunks")
             except BaseException:
                 session.close()
                 raise
@@ -148,7 +162,7 @@ class SessionSnapshots:
             sessions.add(session)
 
     def committed(self, session_id: str) -> Any:
-        """The session, with every chunk whose result is known committed on this rank, and all its tensors written."""
+        """Return a session with all finished chunks committed and all tensors written."""
         self._runner.settle(session_id)
         session = self._runner.sessions.get(session_id)
         if session.failure is not None:
@@ -156,7 +170,8 @@ class SessionSnapshots:
         if session.chunk_index == 0:
             raise RequestFailed("unknown_session", f"session {session_id!r} has no finished chunk yet")
         if self._runner.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.device)  # a decode on another stream may still fill a cache
+            # a decode on another stream may still write a cache
+            torch.cuda.synchronize(self._runner.device)
         return session
 
     def _identity(self) -> ModelIdentity:
@@ -174,9 +189,12 @@ class SessionSnapshots:
 
 
 def model_identity(vllm_config: VllmConfig, shares_decode: bool, partition: Sequence[int]) -> ModelIdentity:
-    """Everything except the weights that must be equal for a session to continue bit for bit.
+    """Describe what must match, besides the weights, for a session to resume bit-identically.
 
-    partition: layers of each stage now; () = as even as possible.
+    Args:
+        vllm_config: Configuration of the engine.
+        shares_decode: Whether the ranks that share layers decode together.
+        partition: Current layers of each stage; () means as even as possible.
     """
     hf_config = vllm_config.model_config.hf_config
     omni = vllm_config.additional_config.get("omni", {}) if isinstance(vllm_config.additional_config, dict) else {}
@@ -195,7 +213,7 @@ def model_identity(vllm_config: VllmConfig, shares_decode: bool, partition: Sequ
     stages = {name: omni[name] for name in ("vae_stage", "pipeline") if omni.get(name)}
     if partition:
         stages["pipeline_partition"] = list(partition)
-    if stages:  # they decide each rank's part of a session
+    if stages:  # they determine each rank's part of a session
         described["stages"] = stages
     text = json.dumps(described, sort_keys=True, default=str)
     parallel = vllm_config.parallel_config
@@ -212,7 +230,10 @@ def model_identity(vllm_config: VllmConfig, shares_decode: bool, partition: Sequ
 
 
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    """A digest of names, shapes, dtypes and evenly spaced samples of parameters: enough to tell checkpoints apart."""
+    """Hash names, shapes, dtypes and evenly spaced samples of the parameters.
+
+    That suffices to distinguish checkpoints.
+    """
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
@@ -224,16 +245,20 @@ def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def _opening(fields: Mapping[str, Any], session_id: str) -> DiffusionParams:
-    """A request that opens a session of the saved sizes. Raises `RequestFailed`."""
+    """Return the request that creates a session of the saved size.
+
+    Raises:
+        RequestFailed: `invalid_snapshot`.
+    """
     unknown = sorted(set(fields) - set(_SHAPE_FIELDS) - {"session_id"})
     if unknown:
-        raise RequestFailed("invalid_snapshot", f"the snapshot's opening holds {unknown[:3]}")
+        raise RequestFailed("invalid_snapshot", f"the snapshot's first request has unknown fields {unknown[:3]}")
     try:
         return msgspec.convert({**fields, "session_id": session_id}, DiffusionParams)
     except msgspec.ValidationError as error:
-        raise RequestFailed("invalid_snapshot", f"the snapshot's opening: {error}") from error
+        raise RequestFailed("invalid_snapshot", f"the snapshot's first request: {error}") from error
 
 
 def rank_in_world() -> int:
-    """This process among all ranks of the engine: the place of its part in a file."""
+    """Return the rank of this process in the engine, which determines its part of a file."""
     return int(get_world_group().rank_in_group)

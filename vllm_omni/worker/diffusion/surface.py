@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunnerSurface`: runner methods that vLLM's worker calls and that block pool and sampler alone would need.
+"""`RunnerSurface`: methods of vLLM's runner interface that a diffusion runner does not need.
 
-tests/worker/test_runner_surface.py reads the worker's source and finds methods that are missing here.
+vLLM's worker calls them for its block pool and its sampler.
+
+tests/worker/test_runner_surface.py finds missing methods by reading the worker's source.
 """
 
 from typing import Any
@@ -11,7 +13,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 
 class RunnerSurface:
-    """Mix in. Answers honestly: nothing to profile, to capture or to sample. (LoRA adapters are the runner's.)"""
+    """Mixin of a runner that has nothing to profile, capture or sample."""
 
     is_pooling_model = True
     lora_config = None
@@ -24,7 +26,7 @@ class RunnerSurface:
         return {}  # sessions live in the runner, not in vLLM's block pool
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to do."""
+        """Do nothing."""
 
     initialize_kv_cache = update_max_model_len = profile_run = warming_up_model = _nothing
     _dummy_pooler_run = _dummy_sampler_run = pool = take_draft_token_ids = get_draft_model = _nothing
@@ -39,7 +41,7 @@ class RunnerSurface:
         return False
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called for data-parallel dummy batches: diffusion ranks do not run in lockstep, so there is nothing to do."""
+        """Do nothing for a data-parallel dummy batch: diffusion ranks do not run in lockstep."""
         empty = torch.empty(0, device=self.device)
         return empty, empty
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up of one rank: the largest shape runs once in a throw-away session, and fixes the bytes that sessions may hold.
+"""Warm-up of one rank: run the largest shape once and determine the memory for sessions.
 
-All ranks warm up together, outside vLLM's engine loop, so tensors between stages are sent and received here. With
-`omni.pipeline_partition` "measured" a session runs before, and layers move by its last chunk's times, decode and head
-included, so that the slowest stage is as fast as possible. Knows no model by name.
-Held by tests/worker/test_warm_up.py, tests/engine/test_parallel.py and tests/engine/test_rebalance.py.
+All ranks warm up together, outside of vLLM's engine loop, so this module sends and receives tensors
+between stages itself. With `omni.pipeline_partition` "measured", another session runs first. Layers
+are then moved between stages such that the slowest stage is as fast as possible, according to the
+times of that session's last chunk, including decode and head. This module names no model.
 """
 
 import logging
@@ -33,10 +33,18 @@ StageTimes = Mapping[str, Sequence[float]]
 
 
 def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
-    """Collective. Connects the stages, runs the warm-up chunks, sets `runner.sessions.max_bytes`; returns seconds.
+    """Connect the stages, run the warm-up chunks and set `runner.sessions.max_bytes` (collective).
 
-    used_before: see `MemoryBudget`. Raises RuntimeError if a chunk fails, ValueError if not even one session of the
-    largest shape fits.
+    Args:
+        runner: Runner of this rank.
+        used_before: See `MemoryBudget`.
+
+    Returns:
+        Duration in seconds.
+
+    Raises:
+        RuntimeError: A chunk failed.
+        ValueError: Not even one session of the largest shape fits.
     """
     start = time.perf_counter()
     runner.role.connect()
@@ -46,7 +54,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
         session_bytes, _ = _run_session(runner)
-        if runner.omni.degradations:  # a chunk with all degradations, then one at full quality
+        if runner.omni.degradations:  # one chunk with all degradations, then one at full quality
             _run_session(runner, runner.omni.degradations)
     runner.sessions.max_bytes = runner.agreement.budget(
         budget.session_bytes(session_bytes, runner.omni.max_session_bytes), session_bytes
@@ -61,9 +69,14 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
 
 
 def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()) -> tuple[int, StageTimes]:
-    """Returns the bytes of a session of the largest shape, and its last chunk's stage times on this rank.
+    """Run a session of the largest shape in a temporary session.
 
-    degradations: of its first chunk.
+    Args:
+        runner: Runner of this rank.
+        degradations: Degradations of the first chunk.
+
+    Returns:
+        Bytes of the session, and the stage times of its last chunk on this rank.
     """
     session_bytes, times = 0, {}
     inputs = runner.model.warmup_inputs()
@@ -86,7 +99,7 @@ def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] 
 
 
 def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest) -> None:
-    """Decode as many chunks like this one as will share a decode: the memory of that counts, too."""
+    """Decode as many chunks as may share a decode, because its memory counts too."""
     omni, model = runner.omni, runner.model
     if omni.batch_invariant or not isinstance(model, SupportsBatchedDecode):
         return
@@ -96,7 +109,7 @@ def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest)
 
 
 def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
-    """One micro-step, with the send and receive that the worker does in the engine loop."""
+    """Run one micro-step, with the send and receive that the worker does in the engine loop."""
     received = None
     if not runner.pp.is_first_rank:
         tensors = runner.pp.recv_tensor_dict(all_gather_group=runner.tp)
@@ -112,13 +125,18 @@ def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
 
 
 def rebalance(runner: DiffusionGPUModelRunner, times: StageTimes) -> None:
-    """Collective. Balance layers by the stage times of a warm-up chunk (`times` is this rank's).
+    """Balance the layers of the stages according to measured times (collective).
 
-    Raises ValueError, on all ranks alike, if the model's layers cannot move.
+    Args:
+        runner: Runner of this rank.
+        times: Stage times of a warm-up chunk on this rank.
+
+    Raises:
+        ValueError: The model's layers cannot be moved. Raised on all ranks.
     """
     model, pp = runner.model, runner.pp
     if not isinstance(model, LayeredModel):
-        raise ValueError(f"omni.pipeline_partition 'measured': the layers of {type(model).__name__} cannot move")
+        raise ValueError(f"omni.pipeline_partition 'measured': the layers of {type(model).__name__} cannot be moved")
     partition = _measured_partition(runner, model, times)
     stages = len(partition)
     if pp.rank_in_group < stages and partition != list(model.partition):
@@ -136,7 +154,7 @@ def _measured_partition(runner: DiffusionGPUModelRunner, model: LayeredModel, ti
     mine = (pp.rank_in_group, median(steps), len(steps), sum(times.get("decode", [0.0])))
     everybody: list[Any] = [None] * get_world_group().world_size
     dist.all_gather_object(everybody, mine, group=get_world_group().cpu_group)
-    # Ranks that share a stage's layers are as slow as the slowest of them.
+    # The slowest of the ranks that share a stage's layers determines the stage's time.
     of_stage = [[entry for entry in everybody if entry[0] == stage] for stage in range(stages)]
     costs = stage_costs(
         [max(step_ms for _, step_ms, _, _ in entries) for entries in of_stage],
@@ -145,5 +163,5 @@ def _measured_partition(runner: DiffusionGPUModelRunner, model: LayeredModel, ti
         [max(decode_ms for *_, decode_ms in entries) for entries in of_stage],
     )
     partition = balanced_partition(costs, model.num_layers)
-    logger.info("pipeline stages cost %s: %s layers each", costs, partition)
+    logger.info("costs of the pipeline stages: %s; layers of each stage: %s", costs, partition)
     return partition

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DiffusionWorkerMixin`: changes to vLLM's worker, shared by its CUDA and CPU classes.
 
-The worker stays vLLM's: device and process-group set-up, weight pools for sleep mode, pipeline send and receive, RPCs.
-Only the runner, warm-up, sleep of sessions and the handling of a failed rank are ours.
+vLLM's worker sets up devices and process groups, provides weight pools for sleep mode, sends and
+receives between pipeline stages, and handles RPCs. This package adds the runner, the warm-up, sleep
+of sessions and the handling of a failed rank.
 """
 
 from functools import cached_property
@@ -31,7 +32,7 @@ else:
 
 
 class DiffusionWorkerMixin(_Worker):
-    """Mix in before a vLLM worker class."""
+    """Mixin for a vLLM worker class, listed before it."""
 
     model_runner: DiffusionGPUModelRunner  # type: ignore[assignment]
     device: torch.device
@@ -39,28 +40,32 @@ class DiffusionWorkerMixin(_Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
-        # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
+        # The runner implements neither generation. False disables the V2-only code (warm-up,
+        # pooling).
         self.use_v2_model_runner = False
         self._watchdog: Watchdog | None = None
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
-        if self.vllm_config.model_config.architecture not in ARCHITECTURES:  # our config hook gives way to vLLM's own
+        # vLLM's config hook took precedence
+        if self.vllm_config.model_config.architecture not in ARCHITECTURES:
             check_ar_worker(WORKER_CLS)
         return DiffusionGPUModelRunner(self.vllm_config, self.device)
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Run the largest shape once and fix the bytes that sessions may hold."""
-        with failing_together(heard=get_world_group().rank == 0):  # replies are read in order of rank
+        """Run the largest shape once and determine the memory for sessions."""
+        # vLLM reads replies in order of rank
+        with failing_together(heard=get_world_group().rank == 0):
             seconds = warm_up(self.model_runner, self._used_before())
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
-        freeze_gc_heap()  # as vLLM's workers do: full collections then look at objects of requests alone
+        # as vLLM's workers do: full collections then visit only objects of requests
+        freeze_gc_heap()
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def _used_before(self) -> int:
-        """Bytes of the device that were in use before this rank loaded anything."""
+        """Return the bytes in use on the device before this rank loaded anything."""
         return 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
@@ -75,11 +80,11 @@ class DiffusionWorkerMixin(_Worker):
         super().shutdown()
 
     def session_stats(self) -> dict[str, Any]:
-        """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""
+        """Return the sessions and bytes of this rank as JSON types. For `collective_rpc`."""
         return self.model_runner.sessions.stats()
 
     def engine_processes(self) -> dict[str, Any]:
-        """`collective_rpc("engine_processes")`: this rank's process and its engine core's, JSON types only."""
+        """Return the pids of this rank and its engine core as JSON types. For `collective_rpc`."""
         return engine_processes()
 
     @cached_property
@@ -87,11 +92,17 @@ class DiffusionWorkerMixin(_Worker):
         return SessionSnapshots(self.model_runner)
 
     def describe_session(self, session_id: str) -> dict[str, Any]:
-        """The first of two RPCs that save a session (`sessions.snapshot_exchange.save_exchange`): this rank's part."""
+        """Describe this rank's part of a session to save it.
+
+        First of two RPCs of `sessions.snapshot_exchange.save_exchange`.
+        """
         return self.snapshots.describe(session_id)
 
     def write_session(self, session_id: str, path: str, chunk_index: int, starts: list[int]) -> dict[str, Any]:
-        """The second: copy this rank's tensors to their places in the file."""
+        """Copy this rank's tensors to their positions in the file.
+
+        Second RPC of `save_exchange`.
+        """
         return self.snapshots.write(session_id, path, chunk_index, starts)
 
     @cached_property
@@ -100,20 +111,29 @@ class DiffusionWorkerMixin(_Worker):
 
     @torch.inference_mode()
     def stage_checkpoint(self, session_id: str) -> dict[str, Any]:
-        """The first RPC of a checkpoint (`sessions.snapshot_exchange.checkpoint_exchange`): copy this rank's part."""
+        """Copy this rank's part of a session to host memory.
+
+        First RPC of a periodic snapshot (`sessions.snapshot_exchange.checkpoint_exchange`).
+        """
         return self.checkpoints.stage(session_id)
 
     def write_checkpoint(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
-        """The second: begin to write the copy to its place in the file."""
+        """Start writing the copy to its position in the file. Second RPC of a periodic snapshot."""
         return self.checkpoints.write(session_id, path, starts)
 
     def checkpoint_written(self, session_id: str) -> dict[str, Any]:
-        """The third, until it is: whether this rank's part is on the disk."""
+        """Whether this rank's part is on disk.
+
+        Third RPC of a periodic snapshot, called until it is.
+        """
         return self.checkpoints.written(session_id)
 
     @torch.inference_mode()
     def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:
-        """Make a session of this rank's part of a file (`vllm_omni.sessions.snapshot_exchange.restore_exchange`)."""
+        """Create a session from this rank's part of a file.
+
+        RPC of `sessions.snapshot_exchange.restore_exchange`.
+        """
         return self.snapshots.restore(session_id, path, data_parallel_rank)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -121,11 +141,17 @@ class DiffusionWorkerMixin(_Worker):
         self.snapshots.forget_weights()
 
     def request_progress(self) -> dict[str, list[int]]:
-        """`collective_rpc("request_progress")`: `{session id: [steps done, steps in all]}` of the chunks in flight."""
+        """Return `{session id: [steps done, steps in total]}` of the chunks in flight.
+
+        For `collective_rpc`.
+        """
         return self.model_runner.request_progress()
 
     def device_memory(self) -> dict[str, int]:
-        """`collective_rpc("device_memory")`: bytes in use on this rank's device, of these torch's own, and its peak."""
+        """Return memory statistics of this rank's device in bytes. For `collective_rpc`.
+
+        Empty on a CPU.
+        """
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
@@ -138,9 +164,12 @@ class DiffusionWorkerMixin(_Worker):
         }
 
     def close_session(self, session_id: str) -> bool:
-        """`collective_rpc("close_session", args=(id,))`: drop a session; False if it does not exist or is at work.
+        """Close a session that has no chunk in flight. For `collective_rpc`.
 
-        A request with `op="close"` waits for its turn instead.
+        A request with `op="close"` waits for the chunks in flight instead.
+
+        Returns:
+            Whether a session was closed.
         """
         sessions = self.model_runner.sessions
         return not sessions.is_pinned(session_id) and sessions.close(session_id)

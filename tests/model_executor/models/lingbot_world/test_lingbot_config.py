@@ -91,6 +91,8 @@ def test_the_released_model_has_the_published_tensors() -> None:
     [
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
         ({"control_type": "pose"}, "control_type = 'pose'; this model implements"),
+        ({"world_period_m": 8.0}, "world_period_m must be set for control_type 'world' and for no other"),
+        ({"control_type": "world"}, "world_period_m must be set for control_type 'world' and for no other"),
         ({"_class_name": "WanTransformer3DModel"}, "_class_name = 'WanTransformer3DModel'"),
         ({"qk_norm": False}, "qk_norm = False"),
         ({"image_dim": 1280}, "image_dim = 1280"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of ranks in the engine's topology: one file per role, one table from which a role is chosen at start."""
+"""Roles of ranks: one file per role, and a table that selects the role of a rank at start."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,7 +16,7 @@ STEPS: Mapping[str, Callable[[RankParts], StepTaker]] = {
     "blocks": lambda parts: EveryStep(parts.model, parts.place.last_stage),
     "temporal": lambda parts: OwnStep(parts.model, parts.place.stage, parts.place.num_stages),
 }
-"""`omni.pipeline` -> which of a chunk's denoise steps a rank with layers runs."""
+"""The denoise steps of a chunk that a rank with layers runs, by `omni.pipeline`."""
 
 
 def _with_layers(role: Callable[[RankParts, StepTaker], WithLayers]) -> Callable[[RankParts], Role]:
@@ -31,9 +31,9 @@ ROLES: tuple[tuple[Callable[[RankParts], bool], Callable[[RankParts], Role]], ..
     (lambda parts: parts.place.last_stage, _with_layers(LastStage)),
     (lambda parts: True, _with_layers(LayersStage)),
 )
-"""(which ranks, their role); the first row that fits is taken."""
+"""Pairs of a condition and a role. The first condition that holds selects the role of a rank."""
 
 
 def role_for(parts: RankParts) -> Role:
-    """This rank's role, from the options and its place among the ranks."""
+    """Return the role of a rank according to the options and its position among the ranks."""
     return next(role(parts) for fits, role in ROLES if fits(parts))

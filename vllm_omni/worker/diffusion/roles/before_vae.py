@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last pipeline stage with layers before a VAE stage (`omni.vae_stage`): it ends chunks, and hands them over.
+"""The last pipeline stage with layers if a VAE stage follows (`omni.vae_stage`).
 
-It runs the schedule, checks and commits; after every step it sends a small host message (`hand_over`), with a chunk's
-latents as soon as they are final, which may be a clean-context pass before the chunk is done. Messages to the VAE stage
-must not wait for the current denoise step, so the host waits for the device before a step, not after it.
-Held by tests/worker/test_vae_stage_rank.py and tests/engine/test_vae_stage.py.
+It runs the noise schedule, checks chunks and commits them. After every step it sends a small host
+message (`hand_over`) to the VAE stage. The message includes the latents of a chunk as soon as they
+are final, which may be one clean-context pass before the chunk ends. Messages to the VAE stage must
+not wait for the current denoise step, so the host waits for the device before a step, not after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,10 @@ from vllm_omni.worker.diffusion.roles.with_layers import EndsSteps, MicroStep, S
 
 
 class BeforeVAE(EndsSteps):
-    """A batch that only fetches results is no step of this rank: it waits for nothing."""
+    """Role of the last stage with layers before a VAE stage.
+
+    A batch that only fetches results is not a step of this rank, so it waits for nothing.
+    """
 
     def __init__(self, parts: RankParts, steps: StepTaker) -> None:
         super().__init__(parts, steps)
@@ -38,7 +41,7 @@ class BeforeVAE(EndsSteps):
             self.pacer.launched()
 
     def _after_launch(self, is_result_ready: Callable[[], bool]) -> bool:
-        """The message leaves at once."""
+        """Return immediately, because the message is sent at once."""
         return False
 
     def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
@@ -49,21 +52,29 @@ class BeforeVAE(EndsSteps):
 def hand_over(
     model: VAEStageModel, in_flight: ChunksInFlight, states: Sequence[RequestState], ranks: int
 ) -> IntermediateTensors:
-    """The message after a step in which `states` took part or failed.
+    """Return the message after a step in which `states` took part or failed.
 
-    ranks: that share a stage's layers. Each of several hands over to its counterpart, and all must say the same: if one
-    of them knows of a failure earlier (`FiniteCheck.known`), it says so at the chunk's end, where they agree.
+    With several ranks per stage, each sends the message to its counterpart, and all messages must
+    be equal. A rank that detects a failure early (`FiniteCheck.known`) therefore reports it only at
+    the end of the chunk, where the ranks agree.
+
+    Args:
+        model: The model.
+        in_flight: Chunks in flight of this rank.
+        states: Requests of the step.
+        ranks: Number of ranks that share the layers of a stage.
     """
     chunks: list[ChunkNote] = []
     failures: dict[str, tuple[str, str]] = {}
     latents: list[torch.Tensor] = []
-    for state in sorted(states, key=lambda state: not state.done):  # a chunk that is done before the one behind it
+    # a finished chunk precedes the next one
+    for state in sorted(states, key=lambda state: not state.done):
         request = state.chunk
         if ranks == 1 and state.failure is None and state.finite is not None and state.finite.known:
             try:
                 state.finite.require("the chunk's latents")
             except RequestFailed as failure:
-                state.failure = failure  # before the VAE stage has to do with it
+                state.failure = failure  # the VAE stage then never starts to decode it
         if state.failure is not None:
             failures[state.request_id] = (state.failure.code, str(state.failure.message))
             if request is not None:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last of several pipeline stages, where the decoder sits beside the last layers.
-
-Held by tests/engine/test_parallel.py.
-"""
+"""The last of several pipeline stages: it has the last layers and the decoder."""
 
 from vllm_omni.worker.diffusion.roles.role import Envelopes
 from vllm_omni.worker.diffusion.roles.with_layers import EndsSteps, MicroStep
 
 
 class LastStage(EndsSteps):
-    """It answers the earlier stages, decodes, and gives the engine its results."""
+    """Sends return messages to the earlier stages, decodes, and returns results to the engine."""
 
     decodes_chunks = True
 

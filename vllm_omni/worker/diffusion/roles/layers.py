@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline stage with layers that is not the last: hidden states go on, and answers come back.
+"""A pipeline stage with layers that is not the last one.
 
-Held by tests/worker/test_two_stages.py, test_pipeline_parallel.py there, tests/engine/test_parallel.py and
-tests/engine/test_exchange_order.py.
+It sends hidden states to the next stage and receives the return messages of the last stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,11 @@ from vllm_omni.worker.diffusion.roles.with_layers import MicroStep, WithLayers
 
 
 class LayersStage(WithLayers):
-    """A chunk's next step starts, and the chunk is committed, when the last stage's answer has arrived."""
+    """Role of a stage that waits for the last stage.
+
+    The next step of a chunk starts, and a chunk is committed, when the last stage's return message
+    has arrived.
+    """
 
     def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
         assert self.channel is not None
@@ -26,7 +29,7 @@ class LayersStage(WithLayers):
 
     def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors:
         results = [result for result in done.results if result is not None]
-        assert len(results) == len(done.results), "with several ranks a failed forward ends the engine"
+        assert len(results) == len(done.results), "with several ranks a failed forward pass ends the engine"
         hidden = together(HIDDEN, results, self.parts.place.size)
         mask = self.agreement.mask(done.chunks, done.alive, done.waiting)
         return IntermediateTensors(hidden | self.parts.texts.message(done.beginning) | mask)
@@ -40,9 +43,9 @@ class LayersStage(WithLayers):
             self.channel.listen(self.model)
 
     def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
-        """The last stage has finished a step of `request`."""
+        """Apply the result of a step that the last stage has finished."""
         if request.state is None:
-            return  # aborted or finished meanwhile
+            return  # aborted or finished in the meantime
         self.model.set_latents(request, latents.view(self.model.latents(request).shape))
         if request.step >= request.num_steps:
             if ok:

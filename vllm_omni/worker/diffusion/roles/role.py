@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Role`: one rank's part of an engine step, and its messages to other pipeline stages.
 
-A rank has one role from start to end (`vllm_omni.worker.diffusion.roles.role_for`); the runner calls it and knows no
-topology. Roles alone write `DiffusionRequest.step`. On several ranks every decision that comes before a collective must
-be the same on all of them (`RankAgreement`).
+A rank has one role for its lifetime (`vllm_omni.worker.diffusion.roles.role_for`). The runner calls
+it and does not depend on the topology. Only roles write `DiffusionRequest.step`. With several
+ranks, every decision that precedes a collective must be equal on all of them (`RankAgreement`).
 """
 
 from abc import ABC, abstractmethod
@@ -40,36 +40,49 @@ from vllm_omni.worker.diffusion.sessions import SessionStore
 from vllm_omni.worker.diffusion.shared_text import SharedText
 
 Envelopes = dict[str, torch.Tensor]
-"""Request id -> its packed result, or its packed failure."""
+"""Packed results or packed failures by request id."""
 
 
 @dataclass(frozen=True)
 class RankParts:
-    """The objects that a role works with; one set per rank, made when the model has been loaded.
-
-    place: this rank's stage. num_ranks: of the whole engine. step_at_a_time: whether the scheduler runs one denoise
-    step per engine step. decodes: whether this rank takes part where its stage decodes; shares_decode: the ranks that
-    share a stage then decode together. overlap: a result comes with a later step than the chunk's last one.
-    """
+    """The objects that a role works with. Each rank creates them once, after loading the model."""
 
     omni: OmniConfig
+    """Options of this package."""
     device: torch.device
+    """Device of the rank."""
     place: ParallelContext
+    """Position of the rank: its stage, and its ranks that share layers."""
     pp: GroupCoordinator
+    """Pipeline group of the rank."""
     num_ranks: int
+    """Number of ranks of the engine."""
     step_at_a_time: bool
+    """Whether the scheduler runs one denoise step per engine step."""
     model: SupportsStepExecution
+    """The model."""
     adapters: NoAdapters
+    """LoRA adapters of the rank."""
     agreement: RankAgreement
+    """Agreement with the other ranks."""
     sessions: SessionStore
+    """Sessions of the rank."""
     in_flight: ChunksInFlight
+    """Chunks in flight of the rank."""
     admission: Admission
+    """Admits and releases requests."""
     results: ResultStream
+    """Decodes chunks and copies results to the host."""
     pacer: StepPacer
+    """Limits how far the host runs ahead of the device."""
     texts: SharedText
+    """Distributes text embeddings."""
     decodes: bool
+    """Whether this rank takes part in the decode if its stage decodes."""
     shares_decode: bool
+    """Whether the ranks that share a stage decode together."""
     overlap: bool
+    """Whether the result of a chunk is returned in an engine step after the chunk's last one."""
 
     @classmethod
     def of(
@@ -83,7 +96,21 @@ class RankParts:
         agreement: RankAgreement,
         sessions: SessionStore,
     ) -> Self:
-        """network: as loaded; model: the same, in steps. Raises ValueError if it does not support the options."""
+        """Create the objects of a rank.
+
+        Args:
+            vllm_config: Configuration of the engine.
+            network: The model as loaded.
+            model: The same model as an interface of denoise steps.
+            adapters: LoRA adapters of the rank.
+            device: Device of the rank.
+            place: Position of the rank.
+            agreement: Agreement with the other ranks.
+            sessions: Sessions of the rank.
+
+        Raises:
+            ValueError: The model does not support the options.
+        """
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         pp, tp, num_ranks = get_pp_group(), get_tp_group(), get_world_group().world_size
         check_degradations(network, omni.degradations)
@@ -119,10 +146,14 @@ class RankParts:
 
 
 class Role(ABC):
-    """One rank's part in the engine's topology."""
+    """One rank's part of the topology of an engine.
+
+    Args:
+        parts: Objects of the rank.
+    """
 
     decodes_chunks: ClassVar[bool] = False
-    """Whether chunks end here, beside the last layers (`ChunkEnd.finish`)."""
+    """Whether chunks end on this rank, after the last layers (`ChunkEnd.finish`)."""
 
     def __init__(self, parts: RankParts) -> None:
         self.parts = parts
@@ -144,7 +175,10 @@ class Role(ABC):
         )
 
     def connect(self) -> None:
-        """Open the way from stage to stage, and back between those with layers. Collective, before the first chunk."""
+        """Connect all stages forward and the stages with layers backward (collective).
+
+        Call it before the first chunk.
+        """
         connect_forward(self.parts.pp, self.parts.device)
         stages = self.parts.place.num_stages
         if stages > 1:
@@ -154,29 +188,46 @@ class Role(ABC):
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
     ) -> IntermediateTensors | Envelopes:
-        """One engine step: returns the tensors for the next stage, or, on the last stage, the results due now."""
+        """Run one engine step.
+
+        Args:
+            states: Scheduled requests.
+            received: Tensors of the previous stage; None on the first one.
+
+        Returns:
+            Tensors for the next stage, or on the last stage the results that are due.
+        """
 
     @abstractmethod
     def micro_step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
     ) -> IntermediateTensors | None:
-        """Advance each request by one denoise step; finished and failed ones leave their envelope in `outputs`.
+        """Advance each request by one denoise step.
 
-        Returns the tensors for the next stage, or None on the last one.
+        Args:
+            states: Scheduled requests.
+            received: Tensors of the previous stage; None on the first one.
+            outputs: Receives the envelopes of finished and failed requests.
+
+        Returns:
+            Tensors for the next stage, or None on the last one.
         """
 
-    def take_answers(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles get no answers
-        """Apply the last stage's answers up to the newest that concerns one of `request_ids`."""
+    def take_answers(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles receive none
+        """Apply return messages of the last stage up to the newest for one of the requests."""
 
     def listen(self) -> None:  # noqa: B027
-        """To be called whenever hidden states have been sent (`ReturnChannel.listen`)."""
+        """Post the receives of return messages (`ReturnChannel.listen`).
+
+        Call it whenever hidden states have been sent.
+        """
 
 
 def delivering(states: Sequence[RequestState]) -> list[RequestState]:
-    """Chunks of earlier steps whose results are on their way to the host."""
+    """Return the requests of earlier steps whose results are being copied to the host."""
     return [state for state in states if state.done and state.pending is not None]
 
 
 def envelopes(states: Sequence[RequestState]) -> Envelopes:
-    """Wait for the results of `states`, and pack them."""
+    """Wait for the results of `states` and pack them."""
     return {state.request_id: state.pending.envelope() for state in states if state.pending is not None}

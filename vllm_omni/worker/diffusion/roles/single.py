@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only pipeline stage: all layers and the decoder, on one rank or on several that share the layers.
-
-Held by tests/worker/test_diffusion_model_runner.py and tests/engine/test_parallel.py.
-"""
+"""The only pipeline stage: all layers and the decoder, on one rank or split over several ranks."""
 
 from collections.abc import Sequence
 
@@ -15,20 +12,20 @@ from vllm_omni.worker.diffusion.roles.role import Envelopes
 
 
 class Single(LastStage):
-    """One denoise step per engine step; the scheduler is told the device time of each."""
+    """One denoise step per engine step; the device time of each is reported to the scheduler."""
 
     def _before_launch(self, moves: bool) -> None:
         self.pacer.launching()
 
 
 class WholeChunks(Single):
-    """Under a scheduler that asks for whole chunks (stock vLLM's): all steps of a chunk in one engine step."""
+    """All steps of a chunk in one engine step, for schedulers that expect this (vLLM's own)."""
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
     ) -> IntermediateTensors | Envelopes:
         outputs = Envelopes()
-        for state in sorted(states, key=_turn):  # chunks of one session one after the other
+        for state in sorted(states, key=_turn):  # chunks of a session run in order
             while state.request_id not in outputs:
                 self.micro_step([state], None, outputs)
         return outputs

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OwnStep`: the pipeline in which every stage owns one denoise step (`omni.pipeline` "temporal").
 
-One engine step is a chunk's whole trip: stage i holds the whole network and the K/V window of step i, takes the chunk's
-latents, runs step i, hands the latents on. The next chunk of the session follows one stage behind, so one session keeps
-all stages at work. The last stage decodes and tells the others how it ended (`ReturnChannel`); its message carries the
-latents that entered the last step, which a stage needs to see a session's first chunk as that step left it.
-A stage's place in the pipeline, and so its role, is that of any other stage with layers.
-Knows no model by name. Held by tests/model_executor/models/causal_wan/test_causal_wan_in_flight.py and
-tests/engine/test_chunks_in_flight.py.
+A chunk passes through all stages in one engine step. Stage i holds the whole network and the K/V
+window of step i; it receives the chunk's latents, runs step i and sends the latents to the next
+stage. The session's next chunk follows one stage later, so a single session uses all stages. The
+last stage decodes and sends the result to the others (`ReturnChannel`). Its message holds the
+latents that entered the last step, which a stage needs in order to attend to a session's first
+chunk as that step left it.
+The position of a stage in the pipeline, and hence its role, is that of any stage with layers.
+This module names no model.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,13 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 
 
 class OwnStep:
-    """A `StepTaker`. stage: this rank's of `num_stages`, counted from 0; it runs the step of that number."""
+    """The steps of a rank in a temporal pipeline. A `StepTaker`.
+
+    Args:
+        model: The model.
+        stage: Index of this rank's stage, and of the denoise step that it runs.
+        num_stages: Number of stages.
+    """
 
     def __init__(self, model: SupportsStepExecution, stage: int, num_stages: int) -> None:
         self._model = model
@@ -27,9 +34,14 @@ class OwnStep:
         self._entered: dict[str, torch.Tensor] = {}
 
     def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run this stage's step, after which a chunk has no more to take here; return latents [B, ...].
+        """Run this stage's step, which is the only one of a chunk on this rank.
 
-        hidden: the stage before's return value, None on the first stage.
+        Args:
+            batch: Chunks that run the step.
+            hidden: Result of the previous stage; None on the first one.
+
+        Returns:
+            Latents [B, ...].
         """
         if hidden is not None:
             for request, latents in zip(batch, hidden, strict=True):
@@ -44,5 +56,5 @@ class OwnStep:
         return torch.stack([self._model.latents(request) for request in batch])
 
     def answer(self, request: DiffusionRequest) -> torch.Tensor:
-        """Last stage: the latents with which the chunk came here; to be asked once."""
+        """Return and remove the latents that entered the last step. For the last stage."""
         return self._entered.pop(request.request_id)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VAE as a pipeline stage of its own (`omni.vae_stage`): it follows the ranks with layers, and decodes.
+"""The VAE as a separate pipeline stage (`omni.vae_stage`), after the ranks with layers.
 
-Its counterpart (`BeforeVAE`) sends a small host message after every step, with a chunk's latents as soon as they are
-final. The VAE stage takes the message, starts the decode on a stream of its own and answers the engine at once, so that
-the next step is scheduled while both devices work. A result goes out with the first step that finds it ready; when a
-step brings nothing but results, the stage waits for them, but never long: other batches queue behind.
+Its counterpart (`BeforeVAE`) sends a small host message after every step, with the latents of a
+chunk as soon as they are final. The VAE stage starts the decode on a separate CUDA stream and
+returns to the engine immediately, so that the next step is scheduled while both devices work. A
+result is returned with the first engine step that finds it ready. An engine step that only fetches
+results waits for them, but briefly, because other batches are queued.
 
-A chunk is committed here when the ranks with layers have committed it. A decode that fails before (there is a clean
-pass) leaves the session as it was. One that fails in that very step leaves the others ahead: the session lives on, on
-all ranks alike, but refuses every later chunk until it is closed or reset.
-Knows no model by name. Held by tests/worker/test_vae_stage_rank.py and tests/engine/test_vae_stage.py.
+A chunk is committed here when the ranks with layers have committed it. If its decode fails earlier
+(during a clean-context pass), the session stays as it was. If it fails in the committing step, the
+other ranks are ahead: the session then stays live on all ranks but refuses every later chunk until
+it is closed or reset. This module names no model.
 """
 
 import time
@@ -28,15 +29,19 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
 
 _WAIT_S = 0.02
-"""Longest wait for a result when a step brings nothing else; another batch may be behind it."""
+"""Maximum wait in seconds for results in a step that only fetches results: other batches may be
+queued."""
 _POLL_S = 0.0005
 _MAX_DECODES = 3
-"""Decodes in flight, over all sessions. From there on the stage holds up the steps: it is the slowest one."""
+"""Maximum number of decodes in flight of all sessions. Beyond it the stage delays the steps,
+because it is the slowest stage."""
 
 
 class VAEStage(Role):
-    """Decodes if `parts.decodes`; the stage's other ranks only follow the chunks. With `parts.shares_decode` all ranks
-    decode together (`SupportsParallelDecode`), and agree before.
+    """Role of the VAE stage.
+
+    A rank decodes if `parts.decodes`; the other ranks of the stage only track chunks. With
+    `parts.shares_decode`, all of them decode together (`SupportsParallelDecode`) after agreeing to.
     """
 
     def __init__(self, parts: RankParts) -> None:
@@ -61,7 +66,8 @@ class VAEStage(Role):
         note = StageNote.read(received.tensors)
         self.fail(states, note)
         for state in states:
-            # A chunk that the ranks with layers still hold back, or have refused, does not begin here either.
+            # A chunk that the ranks with layers hold back or have refused does not start here
+            # either.
             begins = state.is_session_operation or state.request_id in note.taking_part
             if state.failure is None and state.chunk is None and begins:
                 self.admission.admit(state, outputs)
@@ -70,7 +76,7 @@ class VAEStage(Role):
         self.chunk_end.pack_failures(states, outputs)
 
     def fail(self, states: Sequence[RequestState], note: StageNote) -> None:
-        """Before a step begins: a chunk that has failed on the ranks with layers fails here too."""
+        """Fail the chunks that have failed on the ranks with layers, before a step starts."""
         for state in states:
             failure = note.failure(state.request_id)
             if failure is not None and state.failure is None:
@@ -79,9 +85,18 @@ class VAEStage(Role):
     def advance(
         self, states: Sequence[RequestState], note: StageNote, latents: Mapping[str, torch.Tensor]
     ) -> list[RequestState]:
-        """Take in the message about `states`; returns those whose chunk is now committed.
+        """Apply the message of a step.
 
-        Their results are `pending` (nowhere on a rank that only follows). A refused or failed one has its `failure`.
+        Results of committed chunks are then `pending` (not on ranks that only track chunks).
+        Refused and failed requests have their `failure`.
+
+        Args:
+            states: Scheduled requests.
+            note: Message of the last stage with layers.
+            latents: Final latents by request id.
+
+        Returns:
+            The requests whose chunk is now committed.
         """
         by_id = {state.request_id: state for state in states}
         done = []
@@ -104,7 +119,12 @@ class VAEStage(Role):
         return done
 
     def ready(self, due: Sequence[RequestState], *, alone: bool) -> list[RequestState]:
-        """The requests of `due` whose result is on the host. alone: the step only fetches results: wait `_WAIT_S`."""
+        """Return the requests of `due` whose result is on the host.
+
+        Args:
+            due: Requests with a pending result.
+            alone: Whether the step only fetches results; it then waits up to `_WAIT_S`.
+        """
         deadline = time.perf_counter() + _WAIT_S
         while True:
             ready = [state for state in due if state.pending is not None and state.pending.ready()]
@@ -121,7 +141,7 @@ class VAEStage(Role):
         request.step, request.num_steps = entry.step, entry.num_steps
 
     def _decode(self, state: RequestState) -> None:
-        """Launch the decode, unless the chunk has failed or this rank only follows."""
+        """Launch the decode of a chunk that has not failed, unless this rank only tracks chunks."""
         if not self.parts.decodes:
             return
         while self._decoding and self._decoding[0].ready():
@@ -135,7 +155,7 @@ class VAEStage(Role):
             state.failure = state.decode_failure
 
     def _lose(self, state: RequestState) -> None:
-        """The other ranks have committed a chunk that has failed here."""
+        """Mark a session as lost, because other ranks committed a chunk that failed here."""
         session_id = None if state.params is None else state.params.session_id
         if session_id is not None and session_id in self._sessions:
             self._sessions.get(session_id).failure = _lost()
@@ -145,7 +165,7 @@ class VAEStage(Role):
             self.in_flight.fail(state.chunk, because=_lost())
 
     def _loss(self, state: RequestState) -> RequestFailed | None:
-        """Why the session of a chunk that begins cannot go on; None if it can, or is not known here."""
+        """Return why the session of a new chunk cannot continue; None if it can or is not live."""
         if state.chunk is not None or state.params is None or state.is_session_operation:
             return None
         session_id = state.params.session_id
@@ -155,5 +175,5 @@ class VAEStage(Role):
 def _lost() -> RequestFailed:
     return RequestFailed(
         "session_lost",
-        "a chunk of this session could not be decoded, so the session cannot go on: close or reset it",
+        "a chunk of this session could not be decoded, so the session cannot continue: close or reset it",
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WithLayers`: the micro-step of a rank that holds layers, which the roles of one, some and the last stage share.
+"""`WithLayers`: the micro-step of a rank that holds layers, shared by the roles with layers.
 
-Admit new requests, agree which take part, run one forward per batch. A role decides how a batch's forward ends
-(`_after_forward`), the message to the next stage (`_hand_on`) and when the host waits for the device. A `StepTaker`
-decides which denoise steps this rank runs. Held by tests/worker/test_diffusion_model_runner.py, test_in_flight.py,
-test_overlap.py and test_two_stages.py there, and tests/engine/test_parallel.py.
+A micro-step admits new requests, agrees with the other ranks on which take part, and runs one
+forward pass per batch. A role defines what follows the forward pass of a batch (`_after_forward`),
+the message to the next stage (`_hand_on`) and when the host waits for the device. A `StepTaker`
+defines which denoise steps this rank runs.
 """
 
 import contextlib
@@ -26,20 +26,30 @@ from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, de
 
 
 class StepTaker(Protocol):
-    """Which denoise steps of a chunk a rank runs (`omni.pipeline`)."""
+    """The denoise steps of a chunk that a rank runs (`omni.pipeline`)."""
 
     def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run this rank's part and advance each request's `step`; returns the next stage's `hidden`.
+        """Run this rank's part of a step and advance each request's `step`.
 
-        hidden: the previous stage's return value, None on the first stage.
+        Args:
+            batch: Chunks that run the step.
+            hidden: Result of the previous stage; None on the first one.
+
+        Returns:
+            `hidden` for the next stage.
         """
 
     def answer(self, request: DiffusionRequest) -> torch.Tensor:
-        """Last stage: the latents for the earlier stages, asked once after each `take`."""
+        """Return the latents for the earlier stages. For the last stage, once after each `take`."""
 
 
 class EveryStep:
-    """This rank's layers run in all of a chunk's steps; the last stage's rank also runs the schedule."""
+    """Every step runs on this rank's layers.
+
+    Args:
+        model: The model.
+        ends_steps: Whether this rank also runs the noise schedule: true on the last stage.
+    """
 
     def __init__(self, model: SupportsStepExecution, ends_steps: bool) -> None:
         self._model = model
@@ -59,28 +69,35 @@ class EveryStep:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """One micro-step's outcome. states: the batch; chunks: those that compute; alive: those that took the step.
-
-    beginning: of these, those whose first step it was. waiting: chunks held back in this step. results: one of each
-    forward, in order.
-    """
+    """Outcome of one micro-step."""
 
     states: Sequence[RequestState]
+    """All requests of the batch."""
     chunks: Sequence[RequestState]
+    """Requests that need computation."""
     alive: Sequence[RequestState]
+    """Requests that ran the step."""
     beginning: Sequence[DiffusionRequest]
+    """Chunks that ran their first step."""
     waiting: Sequence[RequestState]
+    """Requests held back in this step."""
     results: Sequence[torch.Tensor | None]
+    """Result of each forward pass, in order."""
 
 
 class WithLayers(Role):
-    """steps: this rank's share of each chunk's steps."""
+    """Role of a rank with layers.
+
+    Args:
+        parts: Objects of the rank.
+        steps: The denoise steps that this rank runs.
+    """
 
     def __init__(self, parts: RankParts, steps: StepTaker) -> None:
         super().__init__(parts)
         self.steps = steps
 
-    # -- an engine step ------------------------------------------------------------------------------------------------
+    # -- an engine step ----------------------------------------------------------------------------
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
@@ -90,7 +107,7 @@ class WithLayers(Role):
         self._before_launch(moves)
         handed_on = self.micro_step(states, received, outputs)
         self._launched(moves)
-        # This step's work is queued: the device is busy while the host takes in earlier results.
+        # This step is queued: the device is busy while the host processes earlier results.
         outputs.update(envelopes(ready))
         if self._after_launch(lambda: bool(outputs or self.chunk_end.ready(states))):
             outputs.update(envelopes(self.chunk_end.ready(states)))
@@ -101,21 +118,26 @@ class WithLayers(Role):
         return deliver
 
     def _before_launch(self, moves: bool) -> None:
-        """moves: whether a request takes a step, as opposed to a batch that only fetches results."""
+        """Prepare the launch of a step.
+
+        Args:
+            moves: Whether a request runs a step. False if the batch only fetches results.
+        """
 
     def _launched(self, moves: bool) -> None:
         self.pacer.launched(moves=moves)
 
     def _after_launch(self, is_result_ready: Callable[[], bool]) -> bool:
-        """Wait for the device as far as no result is ready for delivery; returns whether one was."""
+        """Wait for the device until a result is ready for delivery; return whether one is."""
         return self.pacer.wait(is_result_ready)
 
-    # -- a micro-step --------------------------------------------------------------------------------------------------
+    # -- a micro-step ------------------------------------------------------------------------------
 
     def micro_step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
     ) -> IntermediateTensors | None:
-        # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
+        # Equal on every rank. A finished chunk may be scheduled again to deliver a result held
+        # back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         mask = None if received is None else self.agreement.read_mask(received.tensors, chunks)
         waiting = self.in_flight.waiting(chunks) if mask is None else self.agreement.waiting(chunks, mask)
@@ -139,7 +161,10 @@ class WithLayers(Role):
         return self._hand_on(MicroStep(states, chunks, alive, beginning, waiting, results), outputs)
 
     def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """One forward for one batch; on one rank, an exception costs only the request that causes it."""
+        """Run the forward pass of a batch.
+
+        With one rank, an exception fails only the request that causes it.
+        """
         batch = [state.chunk for state in states if state.chunk is not None]
         try:
             with contextlib.ExitStack() as timed, self.parts.adapters.applied(batch[0].adapters):
@@ -148,7 +173,7 @@ class WithLayers(Role):
                 result = self.steps.take(batch, hidden)
         except Exception as error:
             if self.parts.num_ranks > 1:
-                raise  # other ranks are inside this batch's collectives: only a clean death is left
+                raise  # other ranks are in this batch's collectives: the engine can only exit
             if len(states) > 1:
                 for state in states:
                     self.forward([state], hidden)
@@ -159,15 +184,19 @@ class WithLayers(Role):
 
     @abstractmethod
     def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        """The states of one batch have taken their step, or failed in it."""
+        """Process the requests of a batch after their step has run or failed."""
 
     @abstractmethod
     def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
-        """The end of `micro_step`: its return value."""
+        """Finish `micro_step`; its return value is the return value of this method."""
 
 
 class EndsSteps(WithLayers):
-    """With the last layers: the schedule runs here, so chunks are checked, committed and answered here first."""
+    """Role of a rank with the last layers.
+
+    The noise schedule runs here, so chunks are checked and committed here first, and return
+    messages come from here.
+    """
 
     def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
         result = super().forward(states, hidden)
