@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate docs/user_guide/options.md from the classes that declare the options.
+"""Generate docs/reference/options.md from the classes that declare the options.
 
     python scripts/options.py
 

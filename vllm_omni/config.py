@@ -63,7 +63,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scheduling: Literal["fifo", "deadline"] = "fifo"
     """Scheduling policy. `fifo` runs chunks in order of arrival. `deadline` runs the next denoise
     step of the request with the earliest deadline and limits the batch size such that deadlines
-    hold (docs/user_guide/scheduling.md)."""
+    hold (docs/architecture/scheduling.md)."""
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     """Frame rate of the realtime endpoints for clients that request none, in frames per second. A
     stream whose rate cannot be sustained is refused with `capacity`. Default: no target. Requires
@@ -74,7 +74,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     chunks_in_flight: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Maximum number of chunks of a session in flight. Each runs one denoise step after its
     predecessor. Requires a noise-matched K/V cache: a chunk attends to earlier chunks at its own
-    noise level (docs/user_guide/parallelism.md)."""
+    noise level (docs/how_to/parallelism.md)."""
     pipeline: Literal["blocks", "temporal"] = "blocks"
     """Work of each `--pipeline-parallel-size` stage: `blocks` gives it a part of the transformer's
     layers, `temporal` one of the denoise steps with all layers."""
@@ -95,7 +95,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Directory for session snapshots written at shutdown and restored at the next start. Default:
     sessions are discarded."""
     quotas: str | None = None
-    """Path of a TOML file with limits per API key (docs/user_guide/operators.md). Default: all keys
+    """Path of a TOML file with limits per API key (docs/how_to/operators.md). Default: all keys
     share the capacity."""
     checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
     """Seconds between periodic snapshots of each session that has changed, from which a server
@@ -103,7 +103,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     of the engine's time. Requires `drain_snapshot_dir`. Default: snapshots only at shutdown."""
     dequantize: bool = False
     """Convert quantized weights to `--dtype` while they are loaded, for formats that the device
-    cannot compute in (docs/user_guide/quantization.md)."""
+    cannot compute in (docs/how_to/quantization.md)."""
     max_hidden_states_bytes: Positive = 256 << 20
     """Maximum size of the hidden states that one request of a language model may return, in
     bytes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit codes of this package's processes, as listed in docs/user_guide/operations.md."""
+"""Exit codes of this package's processes, as listed in docs/how_to/operations.md."""
 
 from typing import Final
 
