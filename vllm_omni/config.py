@@ -63,7 +63,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scheduling: Literal["fifo", "deadline"] = "fifo"
     """Scheduling policy. `fifo` runs chunks in order of arrival. `deadline` runs the next denoise
     step of the request with the earliest deadline and limits the batch size such that deadlines
-    hold (docs/architecture/scheduling.md)."""
+    hold (docs/how_to/scheduling.md)."""
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     """Frame rate of the realtime endpoints for clients that request none, in frames per second. A
     stream whose rate cannot be sustained is refused with `capacity`. Default: no target. Requires
