@@ -170,9 +170,13 @@ def _encode(container: OutputContainer, stream: VideoStream, frames_THWC: np.nda
 
 
 def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
-    """Return `(frames_THWC, fps)` of a video file, frames as players show them.
+    """Decode a video file, with its frames rotated as players show them.
 
-    Raises ValueError when it holds no readable video stream.
+    Returns:
+        `(frames_THWC, fps)`: uint8 RGB `[T, H, W, 3]` and frames per second.
+
+    Raises:
+        ValueError: The file is not a readable video.
     """
     try:
         with av.open(io.BytesIO(data), mode="r") as container:
@@ -208,7 +212,8 @@ def as_displayed(frame: av.VideoFrame, stream: VideoStream, most_side: int | Non
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels_HWC
-    # Rows (a, b, u), (c, d, v), (x, y, w): a stored point (p, q) is shown at (a p + c q, b p + d q).
+    # The matrix is (a, b, u), (c, d, v), (x, y, w): the stored point (p, q) is shown at (a p + c q,
+    # b p + d q).
     a, b, _, c, d = np.frombuffer(bytes(cast("Any", matrix)), np.int32)[:5].astype(int).tolist()
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b
@@ -234,7 +239,11 @@ def contact_sheet(frames_THWC: np.ndarray, columns: int = 4, gap: int = 4) -> Im
 
 
 def check_frames(frames_THWC: np.ndarray) -> None:
-    """Raise ValueError unless `frames_THWC` is uint8 `[T, H, W, 3]` with nothing empty."""
+    """Check frames.
+
+    Raises:
+        ValueError: They are not uint8 `[T, H, W, 3]`, or a dimension is empty.
+    """
     if frames_THWC.dtype != np.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[3] != 3 or frames_THWC.size == 0:
         raise ValueError(
             f"frames must be a non-empty uint8 array [T, H, W, 3], got {frames_THWC.dtype} {frames_THWC.shape}"
