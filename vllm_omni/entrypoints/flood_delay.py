@@ -34,7 +34,7 @@ _MOST_ADDRESSES: Final = 4096
 
 @dataclass
 class _Address:
-    """closed_s: when a WebSocket of it was last closed as a flood. opens_s: when the newest that waits is opened."""
+    """State of one address."""
 
     closed_s: float
     """Monotonic time of the last WebSocket that was closed as a flood, in seconds."""

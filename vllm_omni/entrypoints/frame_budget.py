@@ -40,7 +40,7 @@ connection and lose the close frame."""
 
 @dataclass(frozen=True)
 class FrameBudget:
-    """small_frames_per_s: small frames one connection may send on average; `BURST_S` seconds' worth of them at once."""
+    """Budget of one connection."""
 
     small_frames_per_s: float = 400.0
     """Average number of small frames per second; `BURST_S` seconds' worth may arrive at once."""

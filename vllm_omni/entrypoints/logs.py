@@ -59,7 +59,7 @@ def _writes_attributes(formatter: logging.Formatter) -> bool:
 
 @functools.cache
 def known_variables() -> frozenset[str]:
-    """The environment variables that this package reads and that vLLM does not know."""
+    """Return the environment variables that this package reads."""
     import msgspec
 
     from vllm_omni.entrypoints.body_pace import BodyLimits

@@ -23,9 +23,10 @@ _LONGEST_S: Final = 10.0
 
 @functools.cache
 def wait_for_output_threads_at_exit() -> None:
-    """From now on the interpreter's exit waits for these threads, 10 seconds for each at most. Idempotent.
+    """Make the interpreter's exit wait for these threads, up to 10 seconds each. Idempotent.
 
-    Call it before an engine is made: finalizers run in reverse order, so this one's turn is after the clients'.
+    Call it before an engine is created: finalizers run in reverse order, so this one runs after the
+    clients'.
     """
     weakref.finalize(threading.main_thread(), _join)
 

@@ -38,7 +38,7 @@ def num_ranks(vllm_config: "VllmConfig") -> int:
 
 @dataclass(eq=False)
 class _Placement:
-    """Where a session is. settled: its first chunk has been answered; before that it may still move."""
+    """The rank of one session."""
 
     rank: int
     """Number of the rank; -1 before the first attempt."""

@@ -15,9 +15,12 @@ _MAX_CHARS: Final = 16_384  # as for a request's own prompt, inputs.Text
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPrompt:
-    """A prompt and where it begins: `seconds` of the video, or a `chunk`, counted from 0; one of the two.
+    """A prompt with its start, given either in seconds or as a chunk.
 
-    It holds from the first chunk on that begins there or later, until the next one does. Raises ValueError.
+    It applies from the first chunk that starts there or later, until the next prompt.
+
+    Raises:
+        ValueError: A value is out of range, or not exactly one start is given.
     """
 
     prompt: str
