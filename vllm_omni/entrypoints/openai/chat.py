@@ -52,7 +52,7 @@ _PIECE_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: the request, and the picture or clip it is about, if any."""
+    """One call."""
 
     request: ChatRequest
     """The request."""

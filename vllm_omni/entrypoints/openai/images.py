@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Call:
-    """One image call: its engine requests, their inputs, and how pictures are returned."""
+    """One image call."""
 
     request: ImageGenerationRequest
     """The request."""
