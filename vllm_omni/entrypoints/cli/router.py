@@ -33,7 +33,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
-        "--check-interval-s", type=float, default=1.0, help="seconds between two health checks of each server (default: 1)"
+        "--check-interval-s", type=float, default=1.0, help="seconds between health checks of a server (default: 1)"
     )
     parser.add_argument(
         "--max-message-bytes",

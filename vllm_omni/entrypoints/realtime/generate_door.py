@@ -229,7 +229,7 @@ class _Client(LiveClient):
         try:
             superseded = self._track.apply(event.updates, event.event_id)
         except TooManyEvents:
-            raise DoorError("too_many_events", f"{MAX_WAITING} motion events already wait for the next chunk") from None
+            raise DoorError("too_many_events", f"{MAX_WAITING} motion events wait for the next chunk") from None
         for event_id in superseded:
             await self._acknowledge("superseded", event_id)
         if event.event_id is not None:

@@ -46,7 +46,7 @@ class Journal:
                 missed.append((run, run.num_replies))
         if wanted < next_chunk:
             raise DoorError(
-                "resync_required", "some replies since then have been dropped; continue from here", next_chunk_index=next_chunk
+                "resync_required", "some replies have been dropped; continue from here", next_chunk_index=next_chunk
             )
         return missed
 

@@ -180,7 +180,7 @@ class SessionMobility:
         count, room = 0, self.manager.facts.max_sessions - len(self.manager)
         left = await asyncio.to_thread(self.kept.left_by_others)
         if len(left) > room:
-            logger.warning("%d sessions of stopped servers are not restored, because all sessions are in use", len(left) - room)
+            logger.warning("%d sessions of stopped servers are not restored: no capacity", len(left) - room)
         for path in left[-room:] if room > 0 else []:
             with claimed(path) as is_mine:
                 if not is_mine:
