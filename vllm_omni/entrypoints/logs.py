@@ -109,8 +109,7 @@ class MissingTokenizer(_Drop):
 
 
 class RouteLines(_Drop):
-    """vLLM logs every route and file of the web page, over a hundred lines. Shown at level DEBUG.
-    """
+    """vLLM logs every route and file of the web page, over a hundred lines. Shown at level DEBUG."""
 
     logger = "vllm.entrypoints.launchers.launcher"
 

@@ -19,6 +19,8 @@ are available. It is always finished and charged, even if a bucket goes below ze
 request waits longer. Each API server process counts separately.
 
 `of` returns the `Allowance` of a client. It refuses requests with `DoorError` `quota_exceeded`.
+
+Why not vLLM's `--api-key`: it has a list of keys and no limits.
 """
 
 import functools

@@ -274,8 +274,7 @@ def _reply(session: Session) -> SessionReply:
 
 
 class Download(Response):
-    """Streams a file. A client that receives less than 64 KiB within the deadline is disconnected.
-    """
+    """Streams a file. A client that receives less than 64 KiB within the deadline is disconnected."""
 
     def __init__(self, file: BinaryIO, deadline_s: float, **options: Any) -> None:
         super().__init__(**options)

@@ -87,8 +87,7 @@ def _run_for_json(command: list[str]) -> int:
 
 
 def _folder() -> Path:
-    """Return `benchmarks/` of the checkout that this package or the working directory belongs to.
-    """
+    """Return `benchmarks/` of the checkout that this package or the working directory belongs to."""
     for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks"):
         if (folder / "common.py").is_file():
             return folder
@@ -172,8 +171,7 @@ def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers below `value` by dotted name. Rows of a table are named by their strings.
-    """
+    """Yield the numbers below `value` by dotted name. Rows of a table are named by their strings."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, f"{name}.{key}")

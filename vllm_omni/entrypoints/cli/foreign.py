@@ -17,8 +17,7 @@ _PLUGINS = "vllm.endpoint_plugins"
 
 
 def find_foreign(paths: Sequence[str]) -> list[str]:
-    """Return one line for each foreign `vllm_omni` on a `sys.path`: its kind, location and removal.
-    """
+    """Return one line for each foreign `vllm_omni` on a `sys.path`: its kind, location and removal."""
     return [*_distributions(paths), *_folders(paths)]
 
 

@@ -253,8 +253,7 @@ def installed_plugins() -> list[str]:
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return the value of VLLM_PLUGINS: the user's or default plugins, this package's and `more`.
-    """
+    """Return the value of VLLM_PLUGINS: the user's or default plugins, this package's and `more`."""
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
@@ -469,8 +468,7 @@ def _is_flag(argument: str) -> bool:
 
 
 def _canonical(flag: str) -> str:
-    """Convert `--tensor_parallel_size` to `tensor-parallel-size`. Keys after a dot stay unchanged.
-    """
+    """Convert `--tensor_parallel_size` to `tensor-parallel-size`. Keys after a dot stay unchanged."""
     head, dot, keys = flag.lstrip("-").partition(".")
     return head.replace("_", "-") + dot + keys
 

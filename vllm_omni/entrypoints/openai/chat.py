@@ -170,8 +170,7 @@ class ChatRoutes:
         }
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
-        """Server-sent events, one for each part of the response. The session ends with the stream.
-        """
+        """Server-sent events, one for each part of the response. The session ends with the stream."""
         arrays = call.arrays
         params = DiffusionParams(
             session_id=call.id,

@@ -86,8 +86,7 @@ class PicturePlan:
     """Maximum number of images in one engine request."""
 
     def requests(self) -> list[DiffusionParams]:
-        """Return the engine requests in the order of their images. Image i has the seed `seed + i`.
-        """
+        """Return the engine requests in the order of their images. Image i has the seed `seed + i`."""
         requests = []
         for start in range(0, self.n, self.images_per_request):
             count = min(self.images_per_request, self.n - start)

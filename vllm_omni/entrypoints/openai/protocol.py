@@ -161,8 +161,7 @@ class ImageGenerationRequest(_Request):
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """Images are separate: the multipart files `image` or `image[]`, and `mask`; in JSON `images`.
-    """
+    """Images are separate: the multipart files `image` or `image[]`, and `mask`; in JSON `images`."""
 
     input_fidelity: Literal["high", "low"] | None = Field(None, description="Accepted, not used.")
 
@@ -334,8 +333,7 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return an invalid value for the error message: shortened, and without contents of containers.
-    """
+    """Return an invalid value for the error message: shortened, and without contents of containers."""
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "...")
     if value is None or isinstance(value, bool | float):

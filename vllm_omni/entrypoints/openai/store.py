@@ -282,8 +282,7 @@ class MediaStore:
 
 
 def _stored_id(media_id: str, principal: str) -> str:
-    """Return the file name of a client's file. It depends on the client, so others cannot find it.
-    """
+    """Return the file name of a client's file. It depends on the client, so others cannot find it."""
     digest = hashlib.blake2b(f"{principal}/{media_id}".encode(), digest_size=16).digest()
     return f"file_{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 

@@ -12,6 +12,9 @@ A message's structure is checked before memory is allocated for it: nesting, ent
 no extension types, map keys of type str or bytes only. Arrays contain only numbers or booleans, and
 their data must have the exact size of their shape. No data is unpickled. `decode` raises only
 `CodecError`; tests/entrypoints/realtime/test_codec.py fuzzes it.
+
+Why not msgpack_numpy or openpi's copy of it: the former unpickles object arrays, and each reads only
+one dialect and has no limits.
 """
 
 import math

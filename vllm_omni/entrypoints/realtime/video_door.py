@@ -228,8 +228,7 @@ class _SessionFrame:
         return (self._start_44 @ poses_N44).astype(np.float32)
 
     def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read the world poses of a chunk. The session's first one is the pose of the start image.
-        """
+        """Read the world poses of a chunk. The session's first one is the pose of the start image."""
         if self._start_44 is None:
             self._start_44 = self._pose_44(world_poses[0])
 
@@ -372,7 +371,7 @@ class _Client(LiveClient):
         if interaction.command is not None and not self.facts.actions.pose:
             raise DoorError("interaction_failed", "the served model takes no camera")
         if interaction.command is not None and self._source.has_actions:
-            raise DoorError("interaction_failed", "actions steer this session; start one without them for camera commands")
+            raise DoorError("interaction_failed", "actions steer this session; start one without for the camera")
         if interaction.command is not None:
             self._source.check_velocity(interaction.command)
         if interaction.actions is not None and self._source.uses_poses:
