@@ -15,7 +15,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether a URL refers to this machine: `localhost`, a loopback or the wildcard address."""
+    """Return whether a URL refers to `localhost`, a loopback address or the wildcard address."""
     name = urlsplit(url).hostname or ""
     if name == "localhost" or name.endswith(".localhost"):
         return True

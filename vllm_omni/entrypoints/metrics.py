@@ -209,7 +209,7 @@ class SessionMeter:
         self._metrics.aborted.labels(self._endpoint, reason).inc(count)
 
     def frames_dropped(self, count: int) -> None:
-        """Count frames that were dropped undelivered, because the client left or read too slowly."""
+        """Count frames that were not delivered, because the client left or read too slowly."""
         self.num_dropped += count
         self._metrics.dropped.labels(self._endpoint).inc(count)
 

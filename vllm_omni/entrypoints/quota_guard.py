@@ -30,7 +30,7 @@ class QuotaGuard:
     quotas: Quotas = Quotas()
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Return the application wrapped by this guard; a factory for Starlette's `add_middleware`."""
+        """Wrap an application in this guard. A factory for Starlette's `add_middleware`."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)

@@ -65,7 +65,7 @@ class SessionTrace:
     """Spans of one session. This base class records none."""
 
     def chunk(self, chunk_index: int) -> ChunkTrace:
-        """Start the span of a chunk. The engine request that this task submits next belongs to it."""
+        """Start the span of a chunk, which includes the next engine request of this task."""
         return NO_CHUNK
 
     def current(self) -> AbstractContextManager[None]:

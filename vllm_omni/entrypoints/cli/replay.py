@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni replay FILE`: run a recorded session again, offline, and compare it with its digests."""
+"""`vllm-omni replay FILE`: run a recorded session again and compare it with its digests."""
 
 import argparse
 import json

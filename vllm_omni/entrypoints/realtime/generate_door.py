@@ -251,7 +251,7 @@ class _Client(LiveClient):
         self._write_ms += (time.perf_counter() - started_s) * 1e3
 
     def _after_chunk(self, report: ChunkReport) -> list[bytes]:
-        """Return the messages that follow a chunk's last frames and are written together with them."""
+        """Return the messages that are sent in one write with a chunk's last frames."""
         messages = [self._stats(report)]
         for event_id in report.sample.applied if "receipts" in self._granted else ():
             applied = {"type": "event_applied", "event_id": event_id}

@@ -191,7 +191,7 @@ class SessionMobility:
                     key = (owner.principal, owner.session_id)
                     session = await self.restore(key, owner.client, path, "drain")
                 except (DoorError, RequestFailed, OSError, msgspec.ValidationError) as error:
-                    logger.warning("%s is not taken over: %s", path, error)
+                    logger.warning("%s is not restored: %s", path, error)
                     continue
                 count += 1
                 try:
@@ -200,7 +200,7 @@ class SessionMobility:
                     else:
                         self.checkpoints.adopt(session, path)
                 except OSError as error:
-                    logger.warning("%s is taken over, but cannot be removed: %s", path, error)
+                    logger.warning("%s is restored, but its file cannot be removed: %s", path, error)
         return count
 
     def sweep(self) -> None:

@@ -165,7 +165,7 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class CloseSession(Message, frozen=True, kw_only=True):
-    """Free a session. Without `session_id`, free the connection's own one and close the connection."""
+    """Free a session. Without `session_id`, free the connection's own and close the connection."""
 
     endpoint: ClassVar[str] = "close"
 

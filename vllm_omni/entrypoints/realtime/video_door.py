@@ -228,7 +228,7 @@ class _SessionFrame:
         return (self._start_44 @ poses_N44).astype(np.float32)
 
     def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read the world poses of a chunk. The session's first one is the pose of the start image."""
+        """Read a chunk's world poses. The session's first one is the pose of the start image."""
         if self._start_44 is None:
             self._start_44 = self._pose_44(world_poses[0])
 
