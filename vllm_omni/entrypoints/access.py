@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use which route: API keys and origins on every route that does work, tickets for browsers' WebSockets.
+"""Access control: API keys and origins for every route that does work, tickets for browsers.
 
-Stock vLLM guards the prefixes `/v1`, `/v2`, `/inference` and `/cohere` by the header `Authorization`. Three things
-are added, all as routes and middleware of the application, nothing patched:
+Stock vLLM requires the header `Authorization` for the prefixes `/v1`, `/v2`, `/inference` and
+`/cohere`. This module adds three things as routes and middleware of the application:
 
-- `KeyGuard` asks for the key on every other route as well, but for `OPEN_PATHS` and the web page's files;
-- a browser cannot set headers on a WebSocket. It trades its key for a ticket (`POST /v1/omni/ticket`) and connects to
-  `/omni/ws/...`; the ticket is taken there and the connection goes on as `/v1/...` with the header it stands for,
-  through the whole application again, so that stock vLLM checks the key itself;
-- `OriginGuard` refuses requests that a browser sends for a page of a foreign origin.
-
-Knows no door. Held by tests/entrypoints/test_access.py and tests/entrypoints/webui/test_browser_access.py.
+- `KeyGuard` requires the key for every other route too, except `OPEN_PATHS` and the files of the
+  web page.
+- A browser cannot set headers on a WebSocket. It exchanges its key for a ticket (`POST
+  /v1/omni/ticket`) and connects to `/omni/ws/...`. There the ticket is replaced by the header, and
+  the connection passes through the whole application again as `/v1/...`, so that stock vLLM checks
+  the key itself.
+- `OriginGuard` refuses requests that a browser sends for a page of another origin.
 """
 
 import hashlib
@@ -40,22 +40,22 @@ SOCKET_PREFIX: Final = "/omni/ws/"
 TICKET_SUBPROTOCOL: Final = "ticket."
 
 _WORKING_READS: Final = ("/v1/sessions/", "/v1/hidden_states/")
-"""GET of a snapshot occupies the engine, and hidden states are returned once."""
+"""Reads that do work: a snapshot occupies the engine, and hidden states are returned only once."""
 _OWNER: Final = "vllm_omni.owner"
 
 OPEN_PATHS: Final = frozenset({"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics", "/metrics/"})
-"""Without a key: probes and Prometheus, as in stock vLLM."""
+"""Paths without a key, for probes and Prometheus, as in stock vLLM."""
 
 
 def configured_keys(args: Namespace) -> tuple[str, ...]:
-    """The API keys of this server, by stock vLLM's rule: `--api-key`, else the variable VLLM_API_KEY."""
+    """Return the server's API keys as stock vLLM does: `--api-key`, else VLLM_API_KEY."""
     from vllm import envs
 
     return tuple(key for key in (args.api_key or [envs.VLLM_API_KEY]) if key)
 
 
 class BrowserAccess:
-    """The keys of one API server process, and the tickets that stand for them."""
+    """API keys of one API server process, and the tickets that stand for them."""
 
     def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self._keys = tuple(keys)
@@ -65,7 +65,12 @@ class BrowserAccess:
         self.open_paths = OPEN_PATHS
 
     def attach(self, app: FastAPI, open_paths: Iterable[str] = ()) -> None:
-        """Add the middleware and the two routes. open_paths: further paths that need no key."""
+        """Add the middleware and the two routes.
+
+        Args:
+            app: The application.
+            open_paths: Further paths that need no key.
+        """
         self.open_paths = OPEN_PATHS.union(open_paths)
         app.add_middleware(KeyGuard, access=self)
         app.add_api_route(TICKET_PATH, self._ticket, methods=["POST"], include_in_schema=False)
@@ -76,7 +81,8 @@ class BrowserAccess:
         return bool(self._keys)
 
     def key_index(self, headers: Headers) -> int | None:
-        """Number of the key that a request's header carries; None = none of them. Takes the same time either way."""
+        """Return the index of the key in a request's header; None for an unknown key. Constant
+        time."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
         found = None
@@ -86,19 +92,20 @@ class BrowserAccess:
         return found
 
     async def _ticket(self, request: Request) -> Response:
-        """Trade a key for a ticket that is good for one WebSocket from the same origin."""
+        """Exchange a key for a ticket, valid for one WebSocket from the same origin."""
         headers = {"Cache-Control": "no-store"}
         if not self._keys:
             return JSONResponse({"required": False}, headers=headers)
         index = self.key_index(request.headers)
-        if index is None:  # stock vLLM's middleware has asked before; this holds if a proxy rewrites paths
+        # stock vLLM's middleware has already checked the key, unless a proxy rewrites paths
+        if index is None:
             return _unauthorized()
         ticket = self._office.issue(index, request.headers.get("origin"))
         answer = {"required": True, "ticket": ticket, "expires_in_s": self._office.ttl_s}
         return JSONResponse(answer, headers=headers)
 
     async def _socket(self, websocket: WebSocket) -> None:
-        """Take the ticket, then let the connection go on as `/v1/...` under the key it stands for."""
+        """Replace the ticket by its key and continue the connection as `/v1/...`."""
         headers, rest = list(websocket.scope["headers"]), websocket.scope
         if self._keys and self.key_index(websocket.headers) is None:
             try:
@@ -108,20 +115,23 @@ class BrowserAccess:
                 await websocket.send_denial_response(Response("a new ticket is needed", 401))
                 return
             headers = [item for item in headers if item[0] != b"authorization"]
-            # As the key came: headers are Latin-1, and a ticket is sold only for a key that one carried.
+            # Headers are Latin-1. The key arrived in a header, so it can be encoded.
             headers.append((b"authorization", b"Bearer " + self._keys[index].encode("latin-1")))
         await websocket.app(_without_ticket(rest, headers), websocket.receive, websocket.send)
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """The owner of files and jobs that a request stores: the client's key. Without keys all clients are one."""
+    """Return the owner of files and jobs that a request stores: the client's key.
+
+    Without keys all clients are one owner.
+    """
     return str(connection.scope.get(_OWNER, ANONYMOUS))
 
 
 class KeyGuard:
-    """ASGI middleware: everything but the open paths and the tickets' sockets needs the key, if there is one.
+    """ASGI middleware that requires the key, except for open paths and sockets with tickets.
 
-    It notes the owner of files and jobs that a request stores, for `owner_of`.
+    It also records the owner of files and jobs that a request stores, for `owner_of`.
     """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
@@ -138,19 +148,24 @@ class KeyGuard:
 
     def _needs_key(self, scope: Scope) -> bool:
         if not self._access.needs_key or scope["type"] not in ("http", "websocket"):
-            return False  # the server's start and stop
+            return False  # startup and shutdown of the server
         path = route_path(scope)
         is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
         return scope.get("method") != "OPTIONS" and not is_open
 
 
 class OriginGuard:
-    """ASGI middleware: a page of a foreign origin cannot have the server work, as at the WebSockets.
+    """ASGI middleware that refuses requests of pages of other origins, as the WebSocket endpoints
+    do.
 
-    Browsers send a form, or JSON without its content type, to any server and without a preflight request. With a key
-    such requests fail, but a server at 127.0.0.1 often has none. Programs send neither `Origin` nor `Sec-Fetch-Site`.
+    Browsers send a form, or JSON without its content type, to any server without a preflight
+    request. With a key such requests fail, but a server at 127.0.0.1 often has none. Other clients
+    send neither `Origin` nor `Sec-Fetch-Site`.
 
-    origins: `scheme://host[:port]` that are allowed in addition to the server's own, as `--allowed-origins` lists them.
+    Args:
+        app: The application.
+        origins: `scheme://host[:port]` that are allowed in addition to the server's own, from
+            `--allowed-origins`.
     """
 
     def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
@@ -166,7 +181,11 @@ class OriginGuard:
         await JSONResponse({"error": error}, 403)(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """`same-origin` also holds behind a proxy that changes `Host`; no page can set `Sec-Fetch-Site` itself."""
+        """Return whether a page may send this request.
+
+        `same-origin` also holds behind a proxy that changes `Host`. Pages cannot set
+        `Sec-Fetch-Site`.
+        """
         site = headers.get("sec-fetch-site")
         if "origin" in headers:
             return site == "same-origin" or origin_allowed(headers, self._origins)
@@ -174,22 +193,28 @@ class OriginGuard:
 
 
 def _works(scope: Scope) -> bool:
-    """Whether a request changes something or occupies the engine; images and videos may be shown by other pages."""
+    """Return whether a request changes state or occupies the engine.
+
+    Other pages may show images and videos.
+    """
     reads_work = route_path(scope).startswith(_WORKING_READS)
     return scope["method"] not in ("GET", "HEAD", "OPTIONS") or (reads_work and scope["method"] != "OPTIONS")
 
 
 def route_path(scope: Scope) -> str:
-    """A request's path below the server's own root."""
+    """Return the path of a request, without the server's root path."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _unauthorized() -> Response:
-    return JSONResponse({"error": "Unauthorized"}, 401)  # the words of stock vLLM
+    return JSONResponse({"error": "Unauthorized"}, 401)  # the text of stock vLLM
 
 
 def _offered_ticket(websocket: WebSocket) -> str:
-    """From the subprotocols (`ticket.XXX`), else from the query (`?ticket=XXX`), which may end up in access logs."""
+    """Return the ticket from the subprotocols (`ticket.XXX`) or the query (`?ticket=XXX`).
+
+    The query is the second choice, because it may appear in access logs.
+    """
     for offered in websocket.scope.get("subprotocols") or []:
         if offered.startswith(TICKET_SUBPROTOCOL):
             return str(offered.removeprefix(TICKET_SUBPROTOCOL))
@@ -197,7 +222,7 @@ def _offered_ticket(websocket: WebSocket) -> str:
 
 
 def _without_ticket(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """The same connection as a door sees it: its own path, no trace of the ticket."""
+    """Return the scope with the endpoint's own path and without the ticket."""
     path = scope.get("root_path", "") + "/v1/" + route_path(scope).removeprefix(SOCKET_PREFIX)
     subprotocols = [item for item in scope.get("subprotocols") or [] if not item.startswith(TICKET_SUBPROTOCOL)]
     query = [item for item in parse_qsl(scope["query_string"].decode("latin-1")) if item[0] != "ticket"]

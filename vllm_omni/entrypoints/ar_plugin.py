@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry point `vllm_omni_ar`: hidden states over HTTP, beside vLLM's own text routes.
+"""The `vllm.endpoint_plugins` entry point `vllm_omni_ar`: hidden states over HTTP.
 
-    POST /v1/chat/completions, /v1/completions    as in stock vLLM, with `vllm_xargs: {"omni": "{...}"}` to ask
-    GET  /v1/hidden_states/{response id}          the rows of one choice, once, as a safetensors file
+        POST /v1/chat/completions, /v1/completions    stock vLLM; request with `vllm_xargs: {"omni": "{...}"}`
+        GET  /v1/hidden_states/{response id}          hidden states of one choice as safetensors, once
 
-Loaded when `VLLM_PLUGINS` names it. vLLM's handlers for the two text routes stay as they are: they get an engine client
-that keeps the rows of requests which asked (`EngineClientWithRows`); those that did not pass straight through.
-Held by tests/entrypoints/test_hidden_states_served.py.
+vLLM loads it when `VLLM_PLUGINS` names it. vLLM's handlers of the two text routes do not change.
+They receive an engine client that stores hidden states for requests that include them
+(`EngineClientWithRows`); other requests pass through.
 """
 
 import copy
@@ -44,17 +44,17 @@ logger = init_logger("vllm." + __name__)
 
 
 _principal: ContextVar[str] = ContextVar("omni_principal", default=ANONYMOUS)
-"""Client of the HTTP request that is served, by its key; without keys all clients are one.
+"""Client of the current HTTP request, by its API key. Without keys all clients are one.
 
-vLLM's handlers hand the engine client no more than the request's id.
+It is a context variable, because vLLM's handlers pass only the request's id to the engine client.
 """
 
 
 def _with_principal(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware that notes the client for `EngineClientWithRows`."""
+    """ASGI middleware that records the client for `EngineClientWithRows`."""
 
     async def noted(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":  # the server runs each request in a task of its own
+        if scope["type"] == "http":  # the server runs each request in a separate task
             _principal.set(principal_of(HTTPConnection(scope)))
         await app(scope, receive, send)
 
@@ -62,7 +62,7 @@ def _with_principal(app: ASGIApp) -> ASGIApp:
 
 
 class HiddenStatesEndpoint:
-    """The route and the rows of one API server process. Satisfies `EndpointPlugin`."""
+    """Route and hidden states of one API server process. Satisfies `EndpointPlugin`."""
 
     name = "vllm_omni_ar"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
@@ -80,9 +80,10 @@ class HiddenStatesEndpoint:
         self._operations.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
+        # A render-only server has no engine. `required_tasks` excludes this plugin there.
+        if engine_client is None:
             return
-        end_with_parent()  # one of several API server processes
+        end_with_parent()  # this may be one of several API server processes
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
         await self._operations.start(engine_client, omni)
         await self._watch_engine(engine_client, omni)
@@ -96,7 +97,7 @@ class HiddenStatesEndpoint:
                 setattr(state, name, ours)
         if (args.api_server_count or 1) > 1:
             logger.warning(
-                "Hidden states are kept by the API server process that answered; with --api-server-count %d a fetch "
+                "Hidden states are stored by the API server process that responded; with --api-server-count %d a fetch "
                 "may reach another one",
                 args.api_server_count,
             )
@@ -105,7 +106,7 @@ class HiddenStatesEndpoint:
         engine = OmniEngine(client)
         try:
             pids = await engine.process_ids()
-        except RequestFailed:  # served by a worker of somebody else
+        except RequestFailed:  # a worker of another package
             pids = []
         self._watch.start(lambda: engine.is_dead, pids, omni.rank_timeout_s)
 
@@ -121,9 +122,10 @@ class HiddenStatesEndpoint:
 
 
 class EngineClientWithRows:
-    """An engine client whose `generate` also keeps the rows of requests that asked.
+    """An engine client that stores the hidden states of requests that include them.
 
-    Everything else is the engine client's: vLLM's handlers read a dozen attributes of it, more with each version.
+    Other attributes are those of the wrapped client, because vLLM's handlers read many of them, and
+    more in each version.
     """
 
     def __init__(self, client: EngineClient, store: HiddenStatesStore) -> None:
@@ -146,7 +148,8 @@ class EngineClientWithRows:
     async def _keep(
         self, outputs: AsyncGenerator[RequestOutput, None], request_id: str, num_completions: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass outputs on. Rows end in the store before the client can know that the request has ended."""
+        """Forward outputs, and store the hidden states before the client can see the end of the
+        request."""
         found: dict[int, list[HiddenStates | None]] = {}
         principal = _principal.get()
         self._store.begin(request_id, principal)
@@ -173,5 +176,5 @@ class EngineClientWithRows:
 
 
 def create_plugin() -> HiddenStatesEndpoint:
-    """Return the plugin; named in setup.py's entry points."""
+    """Return the plugin. setup.py names this function as an entry point."""
     return HiddenStatesEndpoint()

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BodyPace`: ASGI middleware that ends requests whose body arrives too slowly, whatever their route.
+"""`BodyPace`: ASGI middleware that ends requests with bodies that arrive too slowly.
 
-A body has `body_grace_s` and one second more for every `min_body_bytes_per_s` bytes that have arrived; only time spent
-waiting for the client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees
-a client that has left. A rest that a route leaves unread is read, at the same pace and no faster than neighbours bear,
-before its answer ends: a connection that is closed with bytes unread is reset, and a client that sends all before it
-reads never sees the answer. Knows no route.
+A body may take `body_grace_s`, plus one second for every `min_body_bytes_per_s` bytes that have
+arrived. Only time spent waiting for the client counts. After that the client receives 408
+`timeout`, the connection is closed, and the route sees a disconnect.
+
+If a route leaves part of a body unread, that part is read at a limited rate before the response
+ends. Closing a connection with unread bytes resets it, and a client that sends everything before it
+reads would not see the response.
+
 Why not an option: uvicorn and Starlette have no timeout for bodies. nginx has one
-(client_body_timeout), between two reads, so a byte a minute passes.
-Held by tests/entrypoints/test_body_pace.py.
+(client_body_timeout) between two reads, so one byte per minute passes.
 """
 
 import asyncio
@@ -25,19 +27,18 @@ from vllm_omni.entrypoints.openai.errors import ApiError
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_DISCARDED_BYTES = 1 << 28
-"""Of a body that its route left unread; a longer one's connection is closed as it is."""
+"""Maximum number of unread bytes that are read. With more, the connection is closed at once."""
 DISCARDED_BYTES_PER_S = 16 << 20
-"""Of all such bodies of one address together: 4 % of a core."""
+"""Maximum rate for such bodies of one address together: 4 % of a core."""
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """From the environment, as `DoorLimits`.
-
-    body_grace_s: seconds any HTTP body may take. min_body_bytes_per_s: the rate at which more of it buys more time.
-    """
+    """Limits of HTTP bodies, from the environment as in `DoorLimits`."""
 
     body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
+    """Seconds that any HTTP body may take. Default: 10."""
     min_body_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 16 << 10
+    """Bytes that allow one more second each. Default: 16384."""
 
 
 class BodyPace:
@@ -54,7 +55,10 @@ class BodyPace:
 
 
 class _PacedRequest:
-    """discards: how many bodies of each address are being discarded."""
+    """One request.
+
+    `discards` counts the bodies of each address that are being discarded.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits, discards: Counter[str]) -> None:
         self._scope, self._receive, self._send, self._limits = scope, receive, send, limits
@@ -68,7 +72,7 @@ class _PacedRequest:
         if self._is_over:
             return {"type": "http.disconnect"}
         if not self._has_more:
-            return await self._receive()  # the server waits for the client to leave
+            return await self._receive()  # the server waits for the disconnect
         started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s):
@@ -93,7 +97,7 @@ class _PacedRequest:
         await self._send(message)
 
     async def _discard(self) -> None:
-        """Read the rest of the body, up to a bound and at a bounded rate."""
+        """Read the rest of the body, up to a limit and at a limited rate."""
         left, address = _MOST_DISCARDED_BYTES, (self._scope.get("client") or ("local",))[0]
         self._discards[address] += 1
         try:
@@ -104,7 +108,7 @@ class _PacedRequest:
                     await asyncio.sleep(nbytes * self._discards[address] / DISCARDED_BYTES_PER_S)
         finally:
             self._discards[address] -= 1
-            self._discards += Counter()  # forget addresses without any
+            self._discards += Counter()  # remove addresses without bodies
 
     async def _refuse(self) -> None:
         self._is_over = True
@@ -122,7 +126,7 @@ class _PacedRequest:
 
 
 def _body_follows(scope: Scope) -> bool:
-    """Whether the client sends a body, without waiting for leave to do so."""
+    """Return whether the client sends a body without waiting for `100 Continue`."""
     headers = dict(scope["headers"])
     has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
     return has_body and b"expect" not in headers

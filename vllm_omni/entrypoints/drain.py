@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GracefulStop`: draining of an API server process between SIGTERM and its end.
+"""`GracefulStop`: drains an API server process between SIGTERM and its exit.
 
-Stock vLLM answers SIGTERM by stopping the engine at once (or, with `--shutdown-timeout`, after its requests), which is
-too late for anything that needs the engine: chunks in flight, snapshots. This installs another handler for the signal
-on the same event loop, from the application's lifespan, which uvicorn runs before it listens. It refuses new work, lets
-the doors finish, bounded by `drain_timeout_s`, and then ends uvicorn by its own flag (`should_exit`), after which vLLM
-stops the engine as after any end of its server. A second SIGTERM ends the waiting.
+On SIGTERM, stock vLLM stops the engine at once, or after its requests with `--shutdown-timeout`.
+This is too late for work that needs the engine: chunks in flight and snapshots. This class installs
+another handler for the signal on the same event loop, from the application's lifespan, which
+uvicorn runs before it listens. The handler refuses new work, waits for the endpoints up to
+`drain_timeout_s`, and then stops uvicorn with its flag `should_exit`. vLLM then stops the engine as
+usual. A second SIGTERM ends the wait.
 
-The signal must reach the API server alone first: a process manager that signals the engine's process at the same moment
-(systemd without `KillMode=mixed`) takes the engine away. Held by tests/entrypoints/test_graceful_stop.py and
-tests/entrypoints/realtime/test_drain_served.py.
+Only the API server may receive the signal first. A process manager that signals the engine's
+process at the same time (systemd without `KillMode=mixed`) stops the engine too early.
 """
 
 import asyncio
@@ -29,22 +29,30 @@ logger = logging.getLogger("vllm." + __name__)
 READY_PATH: Final = "/omni/ready"
 _REFUSED_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 _LEAST_CLOSING_S: Final = 3.0
-"""Left for connections to close, whatever the drain has used up."""
+"""Minimum time in seconds for connections to close, regardless of the time that draining took."""
 
 
 class GracefulStop:
-    """`attach` while the application is built; `start` once the doors to finish are known."""
+    """Drains one server.
+
+    Call `attach` while the application is built, and `start` when the endpoints have started.
+    """
 
     def __init__(self) -> None:
         self.is_draining = False
         self.in_flight = 0
-        """HTTP requests that make something."""
+        """HTTP requests in progress that change state or generate."""
         self._finish: Callable[[], Awaitable[None]] | None = None
         self._timeout_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self, finish: Callable[[], Awaitable[None]], timeout_s: float) -> None:
-        """finish: returns when the doors have finished. timeout_s: 0 = vLLM's own way of stopping stays."""
+        """Set what to do at shutdown.
+
+        Args:
+            finish: Returns when the endpoints have finished.
+            timeout_s: Time limit in seconds; 0 leaves vLLM's own shutdown unchanged.
+        """
         self._finish, self._timeout_s = finish, timeout_s
 
     def attach(self, app: FastAPI) -> None:
@@ -64,8 +72,9 @@ class GracefulStop:
             return
         try:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop, app)
-        except (NotImplementedError, RuntimeError, ValueError):  # no main thread, or no signals on this platform
-            logger.info("this server cannot be stopped gracefully: it has no signal handlers")
+        # not the main thread, or a platform without signals
+        except (NotImplementedError, RuntimeError, ValueError):
+            logger.info("graceful shutdown is not available: this server has no signal handlers")
 
     def _stop(self, app: FastAPI) -> None:
         if self._task is None:
@@ -86,7 +95,7 @@ class GracefulStop:
                     await asyncio.sleep(0.02)
             logger.info("drain_ended lasted_s=%.3f", time.monotonic() - started_s)
         except TimeoutError:
-            logger.warning("drain_timed_out after_s=%g: what is left is dropped", self._timeout_s)
+            logger.warning("drain_timed_out after_s=%g: remaining work is dropped", self._timeout_s)
         except Exception:
             logger.exception("drain failed")
         finally:
@@ -97,7 +106,10 @@ class GracefulStop:
 
 
 class DrainGuard:
-    """ASGI middleware: while draining, new work is answered 503, and the readiness probe `draining`."""
+    """ASGI middleware that refuses new work with 503 while draining.
+
+    The readiness probe then reports `draining`.
+    """
 
     def __init__(self, app: ASGIApp, stop: GracefulStop) -> None:
         self._app, self._stop = app, stop

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch`: ends an API server process when its engine dies or stands still.
+"""`EngineWatch`: stops an API server process when its engine dies or hangs.
 
-It is woken by the kernel when a process of the engine ends, and asks vLLM twenty times a second whether the engine
-lives, which also covers processes on other machines and failures that end none. When it does not, the doors tell every
-client, the server ends, and its exit status is `ENGINE_DIED`: stock vLLM looks every 5 s, closes sockets as for a
-planned stop and exits with 0, so no supervisor restarts it. vLLM reports a dead worker only when the others have left,
-which may take seconds: those that have not within `_LEAVING_S` are killed, so that HTTP requests learn of the death as
-soon as sockets do. A process of the engine that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed: then the
-engine is dead and all of this follows. A server that was told to stop (SIGTERM, SIGINT) exits with 0.
+The kernel reports when a process of the engine ends. In addition, vLLM is polled twenty times a
+second, which covers processes on other machines and failures without an exit. When the engine is
+dead, the endpoints send an error to every client, and the server exits with `ENGINE_DIED`. Stock
+vLLM polls every 5 s, closes sockets as in a planned shutdown and exits with 0, so no supervisor
+restarts it.
 
-The status is that of a plain `vllm serve`, too: a task raises SystemExit when the event loop is closed.
-Held by tests/entrypoints/test_engine_watch.py and tests/entrypoints/realtime/test_death_served.py.
+vLLM reports a dead worker only after the other workers have exited, which may take seconds. Workers
+that have not exited within `_LEAVING_S` are killed, so that HTTP requests fail as early as sockets
+do. A process of the engine that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed too.
+After SIGTERM or SIGINT the server exits with 0.
+
+A plain `vllm serve` has the same exit status, because a task raises SystemExit when the event loop
+closes.
 """
 
 import asyncio
@@ -35,19 +38,23 @@ logger = logging.getLogger("vllm." + __name__)
 _POLL_S: Final = 0.05
 _LOOK_S: Final = 0.25
 _OWN_GAP_S: Final = 2.0
-"""A loop that was held up for so long cannot tell for how long others were stopped."""
+"""If this process was itself paused for so long, it cannot tell how long others were stopped."""
 _LEAVING_S: Final = 0.3
-"""How long the rest of a dead engine has to log why and to end by itself."""
+"""Seconds in which the rest of a dead engine may log the reason and exit."""
 _CLOSING_S: Final = 3
-"""How long connections may take to close once the engine is dead."""
+"""Seconds in which connections may close after the engine has died."""
 
 
 async def _nobody() -> None:
-    """Nobody is to be told."""
+    """Do nothing: there are no clients to inform."""
 
 
 class EngineWatch:
-    """`attach` while the application is built, after everything that handles signals; `start` with the engine."""
+    """Watches the engine of one server.
+
+    Call `attach` while the application is built, after everything that handles signals. Call
+    `start` after engine startup.
+    """
 
     def __init__(self) -> None:
         self._is_dead: Callable[[], bool] | None = None
@@ -64,7 +71,14 @@ class EngineWatch:
         stopped_timeout_s: float | None = None,
         tell: Callable[[], Awaitable[None]] = _nobody,
     ) -> None:
-        """pids: the engine's processes on this machine. tell: returns when the doors' clients know."""
+        """Set what to watch.
+
+        Args:
+            is_dead: Returns whether the engine has died.
+            pids: The engine's processes on this machine.
+            stopped_timeout_s: Seconds after which a stopped process is killed. Default: never.
+            tell: Sends an error to all clients of the endpoints.
+        """
         self._is_dead, self._tell = is_dead, tell
         self._pids = [pid for pid in pids if pid != os.getpid()]
         self._stopped_timeout_s = stopped_timeout_s
@@ -88,16 +102,16 @@ class EngineWatch:
         app.router.lifespan_context = lifespan
 
     def _note_signals(self) -> None:
-        """Remember that a stop was asked for: after it, an engine that ends is no accident.
+        """Record that a shutdown was requested, because the engine's exit is then expected.
 
-        Event loops get signals through a descriptor to which Python writes their numbers; the handler that Python runs
-        besides is a dummy of theirs, which this replaces.
+        Event loops receive signals through a file descriptor. The handler that Python calls in
+        addition is a dummy, which this replaces.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
             self._is_stopping = True
 
-        with contextlib.suppress(ValueError):  # not the main thread: nobody's signals are handled here
+        with contextlib.suppress(ValueError):  # not the main thread, which handles no signals
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, note)
 
@@ -124,7 +138,7 @@ class EngineWatch:
                     await ended.wait()
 
     async def _end_rest(self, is_dead: Callable[[], bool]) -> None:
-        """Have vLLM notice the end of one of the engine's processes by the end of all."""
+        """Kill the engine's other processes if they do not exit, so that vLLM reports the death."""
         give_up_s = time.monotonic() + _LEAVING_S
         while not is_dead() and time.monotonic() < give_up_s:
             await asyncio.sleep(_POLL_S)
@@ -134,7 +148,7 @@ class EngineWatch:
                     os.kill(pid, signal.SIGKILL)
 
     async def _end(self, app: FastAPI, is_dead: Callable[[], bool]) -> None:
-        logger.critical("engine_died: clients are told, and this server ends with status %d", ENGINE_DIED)
+        logger.critical("engine_died: informing clients; this server exits with status %d", ENGINE_DIED)
         self._tasks.append(asyncio.create_task(_exit_with(ENGINE_DIED)))
         await asyncio.gather(self._tell(), self._end_rest(is_dead))
         if not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
@@ -144,7 +158,7 @@ class EngineWatch:
 
 @contextmanager
 def _end_of_any(pids: Sequence[int]) -> Iterator[asyncio.Event]:
-    """An event that is set as soon as one of these processes ends."""
+    """Yield an event that is set when one of the processes ends."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     watched: set[int] = set()
 
@@ -157,8 +171,8 @@ def _end_of_any(pids: Sequence[int]) -> Iterator[asyncio.Event]:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             ended.set()
-        except OSError as error:  # a kernel before 5.3, or a sandbox without this call: vLLM tells
-            logger.warning("the end of the engine's process %d may be noticed late: %s", pid, error)
+        except OSError as error:  # a kernel before 5.3 or a sandbox: vLLM reports the death
+            logger.warning("the exit of engine process %d may be detected late: %s", pid, error)
         else:
             watched.add(descriptor)
             loop.add_reader(descriptor, end, descriptor)
@@ -171,15 +185,15 @@ def _end_of_any(pids: Sequence[int]) -> Iterator[asyncio.Event]:
 
 
 def _end_stopped(pid: int, timeout_s: float) -> None:
-    logger.critical("process %d of the engine has been stopped for %g s: ending it", pid, timeout_s)
+    logger.critical("engine process %d has been stopped for %g s: killing it", pid, timeout_s)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 async def _exit_with(status: int) -> None:
-    """Wait for the end of the event loop, which cancels running tasks, and make it the end of the process."""
+    """Wait until the closing event loop cancels this task, and then exit the process."""
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
-        await asyncio.sleep(_POLL_S)  # the other tasks end first
+        await asyncio.sleep(_POLL_S)  # let the other tasks end first
         raise SystemExit(status) from None

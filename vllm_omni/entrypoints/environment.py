@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the doors from the environment: stock `vllm serve` has no flags for them.
+"""Settings of the endpoints from the environment, because stock `vllm serve` has no flags for them.
 
-Each field of a settings struct is the variable `VLLM_OMNI_` + the field's name in upper case.
+Each field of a settings struct is the variable `VLLM_OMNI_` plus the field's name in upper case.
 """
 
 import os
@@ -16,9 +16,15 @@ PREFIX: Final = "VLLM_OMNI_"
 
 
 def read_struct(cls: type[T], environ: Mapping[str, str] | None = None) -> T:
-    """Fill `cls` from the variables that are set; the rest keeps its defaults.
+    """Create a settings struct from the variables that are set. Other fields have their defaults.
 
-    Raises ValueError with the variable, its value and the allowed ones.
+    Args:
+        cls: The struct.
+        environ: The variables. Default: the process's environment.
+
+    Raises:
+        ValueError: A value is invalid. The text names the variable, its value and the allowed
+            values.
     """
     environ = os.environ if environ is None else environ
     values = {}

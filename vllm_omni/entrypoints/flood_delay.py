@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FloodDelay`: ASGI middleware by which an address waits for a WebSocket when one of its own was closed as a flood.
+"""`FloodDelay`: ASGI middleware that delays new WebSockets of an address after a flood.
 
-A connection's budgets end a flood within milliseconds, but each new connection has them anew, and a handshake and a
-burst cost some 8 ms: eight sockets that came again at once took a quarter of a core. Behind a reverse proxy the address
-is the one that the proxy forwards and uvicorn trusts (`FORWARDED_ALLOW_IPS`). Knows no route.
-Why not a reverse proxy's limit_conn or limit_req: it counts connections, and cannot tell those
+A connection's budgets end a flood within milliseconds, but each new connection has a full budget,
+and a handshake and a burst cost about 8 ms. Eight sockets that reconnected at once used a quarter
+of a core. Behind a reverse proxy the address is the forwarded one that uvicorn trusts
+(`FORWARDED_ALLOW_IPS`).
+
+Why not a reverse proxy's limit_conn or limit_req: it counts connections and cannot detect those
 that were closed as a flood.
-Held by tests/entrypoints/test_flood_delay.py and tests/entrypoints/realtime/test_floods_served.py.
 """
 
 import asyncio
@@ -20,26 +21,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from websockets.frames import CloseCode
 
 DELAY_S: Final = 1.0
-"""How much later than asked for a WebSocket of such an address is opened."""
+"""Delay in seconds of a new WebSocket of such an address."""
 GAP_S: Final = 0.125
-"""Between two of them at least: sockets that were closed together come again together."""
+"""Minimum time in seconds between two of them, because sockets that were closed together reconnect
+together."""
 MOST_DELAY_S: Final = 4.0
-"""However many of them wait."""
+"""Maximum delay in seconds, regardless of the number of waiting sockets."""
 MEMORY_S: Final = 3.0
-"""For how long after its last closed socket an address waits."""
+"""Seconds after its last closed socket for which an address is delayed."""
 _MOST_ADDRESSES: Final = 4096
 
 
 @dataclass
 class _Address:
-    """closed_s: when a WebSocket of it was last closed as a flood. opens_s: when the newest that waits is opened."""
+    """State of one address."""
 
     closed_s: float
+    """Monotonic time of the last WebSocket that was closed as a flood, in seconds."""
     opens_s: float = 0.0
+    """Monotonic time at which the last waiting WebSocket opens, in seconds."""
 
 
 class FloodDelay:
-    """Notes each WebSocket that ends with 1008, whoever of server and application closes it."""
+    """Records WebSockets that end with 1008, whether the server or the application closed them."""
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._clock = app, clock

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragmented MP4 for live streams: each chunk of frames becomes one fragment that a browser can append at once.
+"""Fragmented MP4 for live streams: each chunk becomes one fragment that a browser can append.
 
-`FragmentEncoder` gives an initialisation segment once and a media fragment (`moof` + `mdat`) for every chunk. All of
-them joined are one playable file, and any run of fragments plays after the initialisation segment (Media Source
-Extensions): each starts with a key frame and carries its own time. Knows nothing of sessions or sockets.
+`FragmentEncoder` returns an initialization segment once and a media fragment (`moof` + `mdat`) for
+every chunk. Their concatenation is a playable file. Any run of fragments plays after the
+initialization segment (Media Source Extensions), because each fragment starts with a key frame and
+carries its own time.
+
 Why not one FFmpeg muxer for the whole stream: a fragment would have to be flushed after each chunk,
-and PyAV has no call for that. So each chunk is a file by FFmpeg, of which only the boxes are cut
-here.
-Held by
-tests/entrypoints/test_fmp4.py.
+and PyAV has no call for that. Each chunk is therefore a file of FFmpeg, and only its boxes are
+extracted here.
 """
 
 import io
@@ -27,13 +27,17 @@ _MOVFLAGS: Final = "empty_moov+default_base_moof+frag_discont+cmaf"
 _ENCODER: Final = {
     "crf": "18",
     "preset": "veryfast",
-    "tune": "zerolatency",  # no B-frames: nothing is held back
-    "threads": "4",  # one slice each; not as many as there are cores, so that every machine makes the same bytes
+    "tune": "zerolatency",  # no B-frames, which would delay frames
+    "threads": "4",  # one slice each; a fixed number, so that every machine produces the same bytes
 }
 
 
 class FragmentEncoder:
-    """H.264, yuv420p. fps: pictures per second, exact to 1/1001. Odd sides are padded by one repeated row or column."""
+    """Encodes H.264, yuv420p. Odd sides are padded by repeating a row or column.
+
+    Args:
+        fps: Frames per second, exact to 1/1001.
+    """
 
     def __init__(self, fps: float) -> None:
         if not 0 < fps <= 1000:
@@ -44,10 +48,16 @@ class FragmentEncoder:
         self._init_segment: bytes | None = None
 
     def encode(self, frames_THWC: np.ndarray) -> bytes:
-        """Return the bytes that continue the stream: one fragment, in the first call behind the initialisation segment.
+        """Return the bytes that continue the stream.
 
-        frames_THWC: uint8 RGB, T >= 1, the same H and W in every call. Some milliseconds a frame at 480x832: call it
-        off the event loop.
+        The first call returns the initialization segment and a fragment, later calls a fragment.
+        Takes some milliseconds per frame at 480x832, so call it on a thread.
+
+        Args:
+            frames_THWC: Frames, uint8 RGB, T >= 1, with the same H and W in every call.
+
+        Raises:
+            ValueError: The frames have another size.
         """
         check_frames(frames_THWC)
         self._num_fragments += 1
@@ -75,7 +85,7 @@ class FragmentEncoder:
         return f'video/mp4; codecs="avc1.{self._init_segment[profile : profile + 3].hex()}"'
 
     def _mux(self, frames_THWC: np.ndarray) -> bytes:
-        """One MP4 of its own, whose times and sequence number continue where the last one ended."""
+        """Return a separate MP4 file that continues the times and sequence numbers."""
         _, height, width, _ = frames_THWC.shape
         if height % 2 or width % 2:
             frames_THWC = np.pad(frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
@@ -93,7 +103,7 @@ class FragmentEncoder:
 
 
 def _boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The top-level boxes of an MP4: `(type, whole box)`."""
+    """Yield the top-level boxes of an MP4: `(type, whole box)`."""
     position = 0
     while position < len(data):
         size = int.from_bytes(data[position : position + 4])

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FrameBudget`: how many small WebSocket frames one connection may send, counted while they are parsed.
+"""`FrameBudget`: limits the small WebSocket frames of a connection, which are counted during
+parsing.
 
-A frame costs the event loop some microseconds however small it is, and neither `--ws-max-size` nor the doors' message
-rate sees fragments, pings and pongs: a megabyte of them held every other connection for seconds. Frames of
-`SMALL_BYTES` and more are not counted, since their bytes are bounded. Over the budget the connection is closed with
-1008 and a reason. `BudgetedProtocol` counts at uvicorn's sockets, the router at its own. Knows no route.
+Every frame costs the event loop some microseconds, regardless of its size. Neither `--ws-max-size`
+nor the endpoints' message rate covers fragments, pings and pongs; a megabyte of them blocked every
+other connection for seconds. Frames of `SMALL_BYTES` and more are not counted, because their bytes
+are limited. A connection over the budget is closed with 1008 and a reason. `BudgetedProtocol`
+counts at uvicorn's sockets; the router counts at its own.
+
 Why not an option: neither uvicorn nor `websockets` limits frames, and ASGI sees no fragments, pings
-or pongs. tests/seams/test_uvicorn.py notices a change of uvicorn's class.
-Held by
-tests/entrypoints/test_frame_budget.py, test_router.py and
-tests/entrypoints/realtime/test_floods_served.py.
+or pongs. tests/seams/test_uvicorn.py detects a change of uvicorn's class.
 """
 
 import functools
@@ -25,20 +25,25 @@ from vllm_omni.entrypoints.token_bucket import TokenBucket
 logger = logging.getLogger("vllm." + __name__)
 
 SMALL_BYTES: Final = 1024
-"""Payload from which a frame is not counted; libraries that fragment messages by themselves use 1 KiB to 128 KiB."""
+"""Payload in bytes from which a frame is not counted. Libraries fragment at 1 KiB to 128 KiB."""
 BURST_S: Final = 1.0
-"""Twice the messages that a door takes in that time. Whoever connects again has it anew, and parsing it takes 4 ms."""
+"""Seconds of budget that may be used at once: twice the messages that an endpoint accepts.
+
+Each new connection has a full budget; parsing it takes 4 ms.
+"""
 SLICE_BYTES: Final = 4096
-"""Bytes parsed between two looks at the budget: at most 682 frames, about 4 ms."""
+"""Bytes parsed between two checks of the budget: at most 682 frames, about 4 ms."""
 _LINGER_S: Final = 1.0
-"""How long a closed peer may go on sending: closing at once would reset the connection and lose the close frame."""
+"""Seconds during which a closed peer may still send, because closing at once would reset the
+connection and lose the close frame."""
 
 
 @dataclass(frozen=True)
 class FrameBudget:
-    """small_frames_per_s: small frames one connection may send on average; `BURST_S` seconds' worth of them at once."""
+    """Budget of one connection."""
 
     small_frames_per_s: float = 400.0
+    """Average number of small frames per second; `BURST_S` seconds' worth may arrive at once."""
 
     @property
     def burst(self) -> float:
@@ -46,21 +51,21 @@ class FrameBudget:
 
     @property
     def reason(self) -> str:
-        """Close reason for a connection over the budget."""
+        """Close reason of a connection over the budget."""
         return f"more than {self.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
 
     def bucket(self) -> TokenBucket:
-        """One connection's count, full."""
+        """Return a full bucket for one connection."""
         return TokenBucket(self.small_frames_per_s, self.burst)
 
     def apply(self, uvicorn_config: Any) -> None:
-        """Have a `uvicorn.Config`, loaded or not, make WebSocket connections with this budget."""
+        """Configure a `uvicorn.Config`, loaded or not, to use this budget for WebSockets."""
         protocol = functools.partial(BudgetedProtocol, budget=self)
         uvicorn_config.ws = uvicorn_config.ws_protocol_class = protocol
 
 
 class BudgetedProtocol(GatheringProtocol):
-    """uvicorn's own protocol, fed in slices, that stops taking frames once its budget is used up."""
+    """uvicorn's protocol, fed in slices, which stops accepting frames over the budget."""
 
     def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +95,7 @@ class BudgetedProtocol(GatheringProtocol):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Close with 1008, and discard further data until the peer has read it."""
+        """Close with 1008, and discard further data until the peer has read the close frame."""
         self._is_over = True
         self.stop_keepalive()
         self.frames.clear()

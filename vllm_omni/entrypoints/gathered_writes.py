@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several WebSocket messages in one write, none of them copied: an ASGI extension of uvicorn's own protocol.
+"""Sends several WebSocket messages with one write and without copies, as an ASGI extension.
 
-Stock uvicorn copies each message behind its frame header and writes it by itself. For video that is a copy of every
-picture and a system call for every small message beside it. An application that finds a `MessageWriter` by
-`writer_of(scope)` may use it once it has accepted, instead of one `websocket.send` for each. The client sees the same
-messages in the same order.
-Why a subclass of a private class: `uvicorn.Config(ws=...)` takes a protocol class and is the public
-way to set one, but uvicorn has no hook for writes, and ASGI sends one message at a time.
-tests/seams/test_uvicorn.py notices a change of what is used.
-Held by tests/entrypoints/test_gathered_writes.py.
+Stock uvicorn copies each message behind its frame header and writes it separately. For video this
+costs a copy of every frame, and a system call for every small message. An application may get a
+`MessageWriter` from `writer_of(scope)` and use it after accept instead of `websocket.send`. The
+client receives the same messages in the same order.
+
+Why a subclass of a private class: `uvicorn.Config(ws=...)` is the public way to set a protocol
+class, but uvicorn has no hook for writes, and ASGI sends one message at a time.
+tests/seams/test_uvicorn.py detects a change of what is used.
 """
 
 import functools
@@ -24,7 +24,7 @@ from websockets.http11 import Request
 Message = bytes | memoryview | str
 
 EXTENSION: Final = "omni.websocket.messages"
-"""Name in `scope["extensions"]`; its value holds the writer."""
+"""Key in `scope["extensions"]`. Its value contains the writer."""
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
@@ -32,30 +32,38 @@ _pack_short, _pack_medium, _pack_long = (struct.Struct(layout).pack for layout i
 
 
 class MessageWriter(Protocol):
-    """One connection's way out. Buffers of messages must not change once they are written."""
+    """Writes messages to one connection. Buffers must not change after they are written."""
 
     has_room: bool
-    """Whether the kernel has all that was written."""
+    """Whether the kernel has accepted everything that was written."""
 
     def write(self, messages: Sequence[Message]) -> None:
-        """Write them at once and in order, behind all that waits. Raises `ClientDisconnected` (an OSError)."""
+        """Write messages immediately and in order.
+
+        Raises:
+            ClientDisconnected: The connection is closed (an OSError).
+        """
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Write them when there is room; return when the kernel has them, of a single one when it is written.
+        """Write messages when the kernel accepts data.
 
-        Without messages: return when the kernel has all that was written.
+        Returns when the kernel has accepted them, or for a single message when it is written.
+        Without messages, returns when the kernel has accepted everything written before.
         """
 
 
 def writer_of(scope: Mapping[str, Any]) -> MessageWriter | None:
-    """Of a WebSocket's scope; None under another server, and for compressed connections."""
+    """Return the writer of a WebSocket's scope.
+
+    Returns None under another server and for compressed connections.
+    """
     writer: MessageWriter | None = (scope.get("extensions") or {}).get(EXTENSION, {}).get("writer")
     return writer
 
 
 @functools.lru_cache(maxsize=1024)
 def frame_header(opcode: Opcode, num_bytes: int) -> bytes:
-    """First bytes of an unfragmented, unmasked frame with a payload of `num_bytes` (RFC 6455, section 5.2)."""
+    """Return the header of an unfragmented, unmasked frame (RFC 6455, section 5.2)."""
     first = _FINAL | opcode
     if num_bytes < _SHORT:
         return _pack_short(first, num_bytes)
@@ -65,7 +73,7 @@ def frame_header(opcode: Opcode, num_bytes: int) -> bytes:
 
 
 class GatheringProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's own protocol with the extension, unless the connection is compressed."""
+    """uvicorn's protocol with the extension, unless the connection is compressed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,7 +103,8 @@ class _Writer:
 
     def write(self, messages: Sequence[Message]) -> None:
         protocol = self._protocol
-        if protocol.close_sent or protocol.transport.is_closing():  # which it also is behind the peer's close frame
+        # also true after the peer's close frame
+        if protocol.close_sent or protocol.transport.is_closing():
             raise ClientDisconnected
         protocol.transport.writelines(_frames(messages))
 
@@ -103,7 +112,7 @@ class _Writer:
         await self._writable.wait()
         if messages:
             self.write(messages)
-        if len(messages) != 1:  # with a write each, the last one would have waited
+        if len(messages) != 1:  # with separate writes, the last one would have waited
             await self._writable.wait()
             if self._protocol.disconnected:
                 raise ClientDisconnected

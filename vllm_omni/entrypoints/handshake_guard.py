@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HandshakeGuard`: closes a socket whose first request does not arrive in time.
+"""`HandshakeGuard`: closes a socket if its first request does not arrive in time.
 
-uvicorn waits for a connection's first request for ever, so strangers could hold all descriptors with silent sockets or
-half-sent headers. Knows no route.
-Why not an option of uvicorn: `timeout_keep_alive` starts after a response, and nothing bounds the
-first request. A reverse proxy does, but a server must also stand without one.
-Held by tests/entrypoints/test_handshake_guard.py.
+uvicorn waits for a connection's first request without a time limit, so clients without a key could
+occupy all file descriptors.
+
+Why not an option of uvicorn: `timeout_keep_alive` starts after a response, and nothing limits the
+first request. A reverse proxy does, but a server must also be safe without one.
 """
 
 import asyncio
@@ -24,14 +24,20 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class HandshakeGuard:
-    """timeout_s: within which a connection's first request, a WebSocket's upgrade included, must be there whole up to
-    the end of its headers; 0 = for ever. Connections that have made a request before are uvicorn's keep-alive's."""
+    """Closes sockets without a complete first request.
+
+    Later requests of a connection are covered by uvicorn's keep-alive timeout.
+
+    Args:
+        timeout_s: Seconds in which the headers of the first request, or of a WebSocket's upgrade,
+            must arrive. 0: no limit.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
     def attach(self, app: FastAPI) -> None:
-        """Watch the server of this application (`app.state.server`, where vLLM puts it) while it runs."""
+        """Watch the server of this application (vLLM sets `app.state.server`) while it runs."""
         if self._timeout_s == 0:
             return
         inner = app.router.lifespan_context

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of a request's headers, by vLLM's own options: `--h11-max-incomplete-event-size`, `--h11-max-header-count`.
+"""Limits of request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
 
-Headers are held before any key is checked. httptools holds any amount of them and reads neither option; h11
-(`http_parser.py`) ends the connection at the first one. The second one is vLLM's alone, so it is checked here. The
-handshake of a WebSocket is an HTTP request, with the same bounds.
-Held by tests/entrypoints/test_header_limits.py.
+Headers are stored before any key is checked. httptools stores any amount and ignores both options.
+h11 (`http_parser.py`) enforces the first one. The second one is vLLM's own, so it is checked here.
+A WebSocket handshake is an HTTP request with the same limits.
 """
 
 from collections.abc import AsyncIterator
@@ -16,12 +15,12 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 DEFAULT_BYTES: Final = 64 << 10
-"""Instead of vLLM's default of 4 MiB, which a few hundred connections would make gigabytes of."""
+"""Replaces vLLM's default of 4 MiB, with which a few hundred connections could use gigabytes."""
 VLLM_DEFAULT_BYTES: Final = 4 << 20
 
 
 class HeaderCount:
-    """ASGI middleware around everything: a request with more headers is answered with 431."""
+    """ASGI middleware around the whole application. A request with too many headers gets 431."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
@@ -35,9 +34,10 @@ class HeaderCount:
 
 
 def attach(app: FastAPI) -> None:
-    """Bound headers as vLLM's server starts.
+    """Limit headers when vLLM's server starts.
 
-    uvicorn reads its config for each new connection and runs the application's lifespan before it listens.
+    uvicorn reads its config for each new connection and runs the application's lifespan before it
+    listens.
     """
     inner = app.router.lifespan_context
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HiddenStatesStore`: hidden states of answered HTTP requests, until their client fetches them.
+"""`HiddenStatesStore`: hidden states of finished HTTP requests, until their client fetches them.
 
-Owns the bound (bytes and seconds) and the rules that each completion is handed out once, and only to the API key that
-made its request. Knows neither HTTP nor the engine. Entries are named by the id under which vLLM's server answered;
-several prompts of one request have ids with `-0`, `-1`, ... behind it.
-Held by tests/entrypoints/test_hidden_states_store.py.
+The store is limited in bytes and seconds. Each completion is returned once, and only to the API key
+that requested it. Entries are named by the id of vLLM's response. If a request has several prompts,
+their ids end with `-0`, `-1` and so on. This module knows neither HTTP nor the engine.
 """
 
 import time
@@ -20,23 +19,29 @@ from vllm_omni.outputs import RequestFailed
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one API server process; each is the variable `VLLM_OMNI_` + the field's name in upper case.
+    """Limits of one API server process.
 
-    hidden_states_store_bytes: rows kept for clients; beyond it the oldest are dropped.
-    hidden_states_expiry_s: rows nobody has fetched by then are dropped.
+    Each is the environment variable `VLLM_OMNI_` plus the field's name in upper case.
     """
 
     hidden_states_store_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1 << 30
+    """Maximum size of stored hidden states in bytes; the oldest are dropped first. Default: 1 GiB.
+    """
     hidden_states_expiry_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
+    """Seconds after which hidden states that were not fetched are dropped. Default: 120."""
 
     @classmethod
     def from_env(cls) -> "StoreLimits":
-        """Read the variables that are set; raises ValueError with the variable and the allowed values."""
+        """Read the variables that are set.
+
+        Raises:
+            ValueError: A value is invalid.
+        """
         return read_struct(cls)
 
 
 Key = tuple[str, str]
-"""(principal, request id): clients may choose request ids, so those of two keys may be equal."""
+"""(principal, request id). Clients choose request ids, so two API keys may use the same one."""
 
 
 @dataclass
@@ -57,20 +62,32 @@ class HiddenStatesStore:
         self._clock = clock
         self._entries: dict[Key, _Entry] = {}
         self._running: dict[Key, int] = {}
-        """Requests that have begun and not ended; two at once may carry the same client-given id."""
+        """Requests in progress. Two at the same time may have the same id, because clients choose
+        it."""
         self.nbytes = 0
 
     def begin(self, request_id: str, principal: str = "") -> None:
-        """principal: the client that made the request, by its key."""
+        """Record the start of a request.
+
+        Args:
+            request_id: Id of the request.
+            principal: The client, by its API key.
+        """
         key = principal, request_id
         self._running[key] = self._running.get(key, 0) + 1
 
     def end(
         self, request_id: str, completions: dict[int, HiddenStates], num_completions: int = 1, principal: str = ""
     ) -> None:
-        """Keep a finished request's rows, by completion index; drop expired entries and the oldest over the limit.
+        """Store the hidden states of a finished request.
 
-        num_completions: `n` of the request; a completion may have no rows.
+        Expired entries are dropped, and then the oldest ones over the limit.
+
+        Args:
+            request_id: Id of the request.
+            completions: Hidden states by index of the completion. A completion may have none.
+            num_completions: `n` of the request.
+            principal: The client, by its API key.
         """
         key = principal, request_id
         self._running[key] -= 1
@@ -87,9 +104,15 @@ class HiddenStatesStore:
             self._drop(next(iter(self._entries)))
 
     def fetch(self, response_id: str, index: int, principal: str = "") -> HiddenStates:
-        """Hand out, once, the rows of choice `index` of a response to the client that made the request.
+        """Return the hidden states of one choice and remove them from the store.
 
-        Raises `RequestFailed` with code `not_finished` while it runs and `not_found` for anything else unknown.
+        Args:
+            response_id: Id of the response.
+            index: Index of the choice.
+            principal: The client, by its API key.
+
+        Raises:
+            RequestFailed: `not_finished` if the request runs, `not_found` otherwise.
         """
         self.drop_expired()
         if any(owner == principal and _belongs(name, response_id) for owner, name in self._running):
@@ -123,7 +146,10 @@ class HiddenStatesStore:
 
 
 def _belongs(request_id: str, response_id: str) -> bool:
-    """Whether the engine knows one of the response's prompts as `request_id`: only completions number theirs."""
+    """Return whether a request belongs to a response.
+
+    Only completions append the number of the prompt to the id.
+    """
     prefix, _, number = request_id.rpartition("-")
     numbered = response_id.startswith("cmpl-") and prefix == response_id and number.isdigit()
     return request_id == response_id or numbered

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions as one line of text, for command lines: `"w*6 wl*3 -"`. Knows no door. Held by tests/examples.
+"""Actions as one line of text for command lines, for example `"w*6 wl*3 -"`.
 
-The example clients import this module: it needs no torch.
+The example clients import this module, so it needs no torch.
 """
 
 from typing import Any
@@ -10,9 +10,12 @@ from vllm_omni.camera_keys import CAMERA_KEYS
 
 
 def parse_keys(text: str) -> list[list[str]]:
-    """Keys held per latent frame: `"w*2 wl -"` -> `[["w"], ["w"], ["w", "l"], []]`. Raises ValueError.
+    """Parse keys per latent frame: `"w*2 wl -"` gives `[["w"], ["w"], ["w", "l"], []]`.
 
-    w a s d move, i k j l look, `-` is nothing; `*N` repeats a token.
+    w a s d move, i k j l look, `-` is no key; `*N` repeats a token.
+
+    Raises:
+        ValueError: A token is invalid.
     """
     held: list[list[str]] = []
     for token in text.split():
@@ -26,10 +29,13 @@ def parse_keys(text: str) -> list[list[str]]:
 
 
 def parse_actions(text: str) -> list[dict[str, Any]]:
-    """Any model's actions per latent frame: `"jump+forward*2 yaw=-0.1 scroll=1 -"`. Raises ValueError.
+    """Parse actions of any model per latent frame: `"jump+forward*2 yaw=-0.1 scroll=1 -"`.
 
-    Each token is a frame: names of held buttons and `axis=value`, joined by `+`; `scroll=1` turns the wheel, `-` is
-    nothing; `*N` repeats a token. The server checks the names.
+    Each token is a frame: names of held buttons and `axis=value`, joined by `+`. `scroll=1` turns
+    the wheel, `-` is no action, `*N` repeats a token. The server checks the names.
+
+    Raises:
+        ValueError: A token is invalid.
     """
     frames: list[dict[str, Any]] = []
     for token in text.split():

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to the handlers and loggers that vLLM and uvicorn have set up: ids in, known noise out.
+"""Changes to the log handlers of vLLM and uvicorn: adds ids and removes known noise.
 
-`add_ids` gives the handlers of an API server process the request's and session's id. A logging configuration of the
-user's own (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) is left as it is: it may name `vllm_omni.log_context`'s
-filter itself.
+`add_ids` adds the ids of request and session to the handlers of an API server process. A user's own
+logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) stays unchanged; it may use
+the filter of `vllm_omni.log_context`.
 
-`quiet_start` drops log records that say nothing true or nothing useful about a server of ours; each filter names its
-logger and its reason, and lets everything else through. Nothing of vLLM is replaced: these are filters of the standard
-library's loggers. Held by tests/test_log_context.py and
-tests/entrypoints/realtime/test_operators_served.py.
+`quiet_start` drops log records that are misleading or useless for a server of this package. Each
+filter names its logger and its reason. The filters are those of the standard library, so no code of
+vLLM is replaced.
 """
 
 import contextvars
@@ -21,11 +20,15 @@ from vllm_omni.log_context import ContextFilter, ContextFormatter
 _LOGGERS: Final = ("vllm", "uvicorn", "uvicorn.error", "uvicorn.access")
 
 answered_by_denial: Final = contextvars.ContextVar("omni_answered_by_denial", default=False)
-"""Whether this connection's WebSocket handshake was answered with an HTTP status, as ASGI's denial response does."""
+"""Whether this connection's handshake ended with an HTTP status (ASGI's denial response)."""
 
 
 def add_ids(custom_config: bool) -> None:
-    """Have every handler of this process write ids; idempotent. custom_config: the user brought the configuration."""
+    """Add ids to every handler of this process. Idempotent.
+
+    Args:
+        custom_config: Whether the user provided a logging configuration.
+    """
     if custom_config:
         return
     for handler in {handler for name in _LOGGERS for handler in logging.getLogger(name).handlers}:
@@ -40,23 +43,23 @@ def add_ids(custom_config: bool) -> None:
 
 
 def has_custom_config(args: Any) -> bool:
-    """Whether a server's parsed arguments name a logging configuration of the user's own."""
+    """Return whether a server's arguments name a logging configuration of the user."""
     config = getattr(args, "logging_config", None)
     return bool(config.pylogging_config_file if config is not None else getattr(args, "log_config_file", None))
 
 
 def _writes_attributes(formatter: logging.Formatter) -> bool:
-    """JSON formatters write all attributes of a record by themselves."""
+    """Return whether a formatter writes all attributes of a record, as JSON formatters do."""
     try:
         from pythonjsonlogger.core import BaseJsonFormatter
-    except ImportError:  # vLLM's JSON lines need it, so there are none
+    except ImportError:  # vLLM's JSON lines require it, so there are none
         return False
     return isinstance(formatter, BaseJsonFormatter)
 
 
 @functools.cache
 def known_variables() -> frozenset[str]:
-    """The environment variables that this package reads and that vLLM does not know."""
+    """Return the environment variables that this package reads."""
     import msgspec
 
     from vllm_omni.entrypoints.body_pace import BodyLimits
@@ -82,8 +85,10 @@ class _Drop(logging.Filter):
 
 
 class KnownVariables(_Drop):
-    """vLLM warns of every variable that begins with VLLM_ and is not its own; those that this package reads are not
-    unknown. A mistyped one still is."""
+    """vLLM warns of every unknown variable that starts with VLLM_, including this package's.
+
+    Warnings about misspelled variables stay.
+    """
 
     logger = "vllm.platforms.interface"
 
@@ -94,7 +99,7 @@ class KnownVariables(_Drop):
 
 
 class MissingTokenizer(_Drop):
-    """vLLM renders a chat to warm its template up, whatever is served; a model without a tokenizer has no chat."""
+    """vLLM renders a chat as warm-up, which fails for models without a tokenizer."""
 
     logger = "vllm.renderers.base"
 
@@ -104,7 +109,7 @@ class MissingTokenizer(_Drop):
 
 
 class RouteLines(_Drop):
-    """One line for each route and each file of the page, over a hundred; `/docs` lists them. Kept at level DEBUG."""
+    """vLLM logs every route and file of the web page, over a hundred lines. Shown at level DEBUG."""
 
     logger = "vllm.entrypoints.launchers.launcher"
 
@@ -114,7 +119,7 @@ class RouteLines(_Drop):
 
 
 class DeniedHandshakes(_Drop):
-    """uvicorn calls a WebSocket that was answered with 401, 403 or 503 an unfinished handshake; it was finished."""
+    """uvicorn reports a handshake that ended with 401, 403 or 503 as unfinished."""
 
     logger = "uvicorn.error"
 
@@ -123,7 +128,7 @@ class DeniedHandshakes(_Drop):
 
 
 def quiet_start() -> None:
-    """Add the filters to this process's loggers; idempotent."""
+    """Add the filters to the loggers of this process. Idempotent."""
     for kind in (KnownVariables, MissingTokenizer, RouteLines, DeniedHandshakes):
         logger = logging.getLogger(kind.logger)
         if not any(type(known) is kind for known in logger.filters):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of servers on this machine: they never use the proxy that the environment names.
+"""Connections to servers on this machine, which must not use the environment's proxy.
 
-A proxy variable without an exception, as companies and VPN clients set it, would send a connection to 127.0.0.1 to the
-proxy, which refuses it. httpx, urllib and websockets all read these variables; aiohttp does not unless it is told to.
-Shared by the demo, the benchmarks and the examples. Held by tests/entrypoints/test_loopback.py.
+Companies and VPN clients often set a proxy variable without an exception for 127.0.0.1, and the
+proxy refuses such connections. httpx, urllib and websockets read these variables; aiohttp does not
+by default. The demo, the benchmarks and the examples share this module.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL names this machine: `localhost`, a loopback address, or the wildcard address."""
+    """Return whether a URL refers to `localhost`, a loopback address or the wildcard address."""
     name = urlsplit(url).hostname or ""
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -28,11 +28,12 @@ def is_loopback(url: str) -> bool:
 
 
 def websocket_proxy(url: str) -> Literal[True] | None:
-    """The argument `proxy` of `websockets.connect`: None is no proxy, True the environment's."""
+    """Return the argument `proxy` of `websockets.connect`: None for no proxy, True for the
+    environment's."""
     return None if is_loopback(url) else True
 
 
 def open_loopback(url: str, timeout_s: float) -> Any:
-    """`urllib.request.urlopen` of a URL of this machine, without a proxy."""
+    """Open a URL of this machine without a proxy, as `urllib.request.urlopen`."""
     assert is_loopback(url), url
     return _DIRECT.open(url, timeout=timeout_s)

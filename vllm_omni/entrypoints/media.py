@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames to files people can open: H.264 MP4 through PyAV, contact sheets through Pillow.
+"""Encodes frames: H.264 MP4 through PyAV, contact sheets through Pillow.
 
-Shared by the demo, the examples and the doors; knows nothing of sessions or sockets. Frames are uint8 RGB
-`[T, H, W, 3]` NumPy arrays everywhere. Equal frames make equal files, byte for byte, on every machine with the same
-x264. Held by tests/entrypoints/test_media.py.
+The demo, the examples and the endpoints share this module, which knows neither sessions nor
+sockets. Frames are uint8 RGB `[T, H, W, 3]` NumPy arrays. Equal frames produce equal bytes on every
+machine with the same x264.
 """
 
 import contextlib
@@ -22,21 +22,27 @@ from PIL import Image
 
 _CODEC: Final = "libx264"
 _ENCODER: Final = {
-    "crf": "20",  # visually lossless for H.264; a 480x832 chunk of 12 frames is then some 100 kB
-    "preset": "veryfast",  # a chunk must encode in far less time than it plays
-    # Macroblock-tree rate control is off: with AVX-512, x264 (core 165) computes it from memory it has not set, and one
-    # file in a hundred came out different. The quality of crf 18 with it is that of crf 20 without.
+    # visually lossless for H.264; a 480x832 chunk of 12 frames then takes about 100 kB
+    "crf": "20",
+    "preset": "veryfast",  # a chunk must be encoded much faster than it plays
+    # Macroblock-tree rate control is off: with AVX-512, x264 (core 165) computes it from
+    # uninitialized memory, and about one file in a hundred differed. crf 20 without it has the
+    # quality of crf 18 with it.
     "x264-params": "mbtree=0",
-    "threads": "4",  # not as many as there are cores: their number shows in the bytes
+    "threads": "4",  # a fixed number, because it changes the bytes
 }
 
 
 def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
-    """Return one self-contained MP4 file: H.264, yuv420p, index in front, starting with a key frame.
+    """Return a self-contained MP4 file: H.264, yuv420p, index first, starting with a key frame.
 
-    frames_THWC: uint8 RGB, T >= 1. H.264 in yuv420p has even sides: an odd last row or column is repeated once, so the
-    video may be one pixel larger than the frames. fps: pictures per second, > 0; kept exact to 1/1001.
-    Raises ValueError naming the shape and dtype when they are others.
+    Args:
+        frames_THWC: Frames, uint8 RGB, T >= 1. yuv420p requires even sides, so an odd last row or
+            column is repeated and the video may be one pixel larger.
+        fps: Frames per second, > 0, exact to 1/1001.
+
+    Raises:
+        ValueError: Shape or dtype of the frames is wrong.
     """
     buffer = io.BytesIO()
     with av.open(
@@ -44,7 +50,7 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
         mode="w",
         format="mp4",
         options={"movflags": "faststart"},
-        # faststart moves the index to the front by re-reading the written bytes
+        # faststart re-reads the written bytes to move the index to the front
         io_open=lambda url, flags, options: io.BytesIO(buffer.getbuffer()),
     ) as container:
         stream = _add_stream(container, frames_THWC, fps)
@@ -54,10 +60,10 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
 
 
 class Mp4Writer:
-    """An MP4 file as `encode_mp4` makes it, written piece by piece: a long video never is in memory as a whole.
+    """Writes an MP4 file like `encode_mp4`, but in parts, so that a long video needs little memory.
 
-    Frames of all pieces have one size. The file is complete after `close`. A write that fails raises its OSError; after
-    any exception only `abandon` may follow.
+    All frames must have the same size. The file is complete after `close`. A failed write raises
+    its OSError. After any exception only `abandon` may be called.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
@@ -68,19 +74,24 @@ class Mp4Writer:
             mode="w",
             format="mp4",
             options={"movflags": "faststart"},
-            io_open=lambda url, flags, options: path.open("rb"),  # faststart copies the written data behind the index
+            # faststart copies the written data after the index
+            io_open=lambda url, flags, options: path.open("rb"),
         )
         self._stream: VideoStream | None = None
 
     def add(self, frames_THWC: np.ndarray) -> None:
-        """Encode uint8 RGB `[T, H, W, 3]`, T >= 1. Raises ValueError as `encode_mp4` does, and on another size."""
+        """Encode uint8 RGB `[T, H, W, 3]`, T >= 1.
+
+        Raises:
+            ValueError: As from `encode_mp4`, or the size differs from earlier frames.
+        """
         if self._stream is None:
             self._stream = _add_stream(self._container, frames_THWC, self._fps)
         _encode(self._container, self._stream, frames_THWC)
         self._sink.check()
 
     def close(self) -> None:
-        """Finish the file; idempotent."""
+        """Finish the file. Idempotent."""
         try:
             if self._stream is not None:
                 self._container.mux(self._stream.encode(None))
@@ -94,7 +105,7 @@ class Mp4Writer:
         self._sink.close()
 
     def abandon(self) -> None:
-        """Let go of a file that will not be completed; idempotent, never raises."""
+        """Close an incomplete file. Idempotent, never raises."""
         self._stream = None
         with contextlib.suppress(av.FFmpegError, OSError):
             self._container.close()
@@ -102,9 +113,10 @@ class Mp4Writer:
 
 
 class _Sink:
-    """A file for libav that never fails: the first error is kept for `check`, and nothing is written after it.
+    """A file for libav that hides write errors. `check` raises the first one.
 
-    libav itself crashes the process, or keeps a file open for good, when the header of an MP4 cannot be written.
+    After an error nothing more is written. libav itself crashes the process, or never closes the
+    file, if the header of an MP4 cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +124,7 @@ class _Sink:
         self._error: OSError | None = None
 
     def check(self) -> None:
-        """Raise the error, if there was one."""
+        """Raise the first error, if any."""
         if self._error is not None:
             raise self._error
 
@@ -158,9 +170,13 @@ def _encode(container: OutputContainer, stream: VideoStream, frames_THWC: np.nda
 
 
 def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
-    """Return `(frames_THWC, fps)` of a video file, frames as players show them.
+    """Decode a video file, with its frames rotated as players show them.
 
-    Raises ValueError when it holds no readable video stream.
+    Returns:
+        `(frames_THWC, fps)`: uint8 RGB `[T, H, W, 3]` and frames per second.
+
+    Raises:
+        ValueError: The file is not a readable video.
     """
     try:
         with av.open(io.BytesIO(data), mode="r") as container:
@@ -196,7 +212,8 @@ def as_displayed(frame: av.VideoFrame, stream: VideoStream, most_side: int | Non
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels_HWC
-    # Rows (a, b, u), (c, d, v), (x, y, w): a stored point (p, q) is shown at (a p + c q, b p + d q).
+    # The matrix is (a, b, u), (c, d, v), (x, y, w): the stored point (p, q) is shown at (a p + c q,
+    # b p + d q).
     a, b, _, c, d = np.frombuffer(bytes(cast("Any", matrix)), np.int32)[:5].astype(int).tolist()
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b
@@ -222,7 +239,11 @@ def contact_sheet(frames_THWC: np.ndarray, columns: int = 4, gap: int = 4) -> Im
 
 
 def check_frames(frames_THWC: np.ndarray) -> None:
-    """Raise ValueError unless `frames_THWC` is uint8 `[T, H, W, 3]` with nothing empty."""
+    """Check frames.
+
+    Raises:
+        ValueError: They are not uint8 `[T, H, W, 3]`, or a dimension is empty.
+    """
     if frames_THWC.dtype != np.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[3] != 3 or frames_THWC.size == 0:
         raise ValueError(
             f"frames must be a non-empty uint8 array [T, H, W, 3], got {frames_THWC.dtype} {frames_THWC.shape}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy for media that clients name by URL, on every route of a server of this package.
+"""One policy for media URLs on every route of this package's servers.
 
-`data:` URLs are always taken. `http:` and `https:` URLs need `--allowed-media-domains`, `file:` URLs need
-`--allowed-local-media-path`; both flags are vLLM's own. vLLM's connector without the first flag fetches any URL, those
-of the server's own network included. Media that cannot be had or read are the request's fault (4xx).
-Held by tests/entrypoints/test_media_policy.py.
+`data:` URLs are always accepted. `http:` and `https:` URLs require vLLM's
+`--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. Without the first
+flag, vLLM's own connector fetches any URL, including those of the server's network. Media that
+cannot be fetched or decoded are client errors (4xx).
 """
 
 import contextlib
@@ -27,9 +27,10 @@ _PARAMETER: Final = "url"
 
 
 def apply() -> None:
-    """Let vLLM's routes load media by this policy, unless the operator has chosen a connector (VLLM_MEDIA_CONNECTOR).
+    """Apply the policy to vLLM's routes, unless VLLM_MEDIA_CONNECTOR selects a connector.
 
-    Redirects are followed only if the operator says so (VLLM_MEDIA_URL_ALLOW_REDIRECTS): they may lead anywhere.
+    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because their target is
+    not checked.
     """
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", _NAME)
     os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
@@ -37,7 +38,7 @@ def apply() -> None:
 
 @MEDIA_CONNECTOR_REGISTRY.register(_NAME)
 class AllowedMediaConnector(MediaConnector):
-    """vLLM's connector, for the URLs that the operator allows."""
+    """vLLM's connector, restricted to the allowed URLs."""
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         self._check(url)
@@ -50,7 +51,11 @@ class AllowedMediaConnector(MediaConnector):
             return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
 
     def _check(self, url: str) -> None:
-        """Raise `VLLMValidationError` for a URL that this server does not read."""
+        """Check a URL.
+
+        Raises:
+            VLLMValidationError: This server does not read the URL.
+        """
         if url[:5].lower() == "data:":
             return
         try:
@@ -75,7 +80,10 @@ class AllowedMediaConnector(MediaConnector):
 
 @contextlib.contextmanager
 def _client_errors() -> Iterator[None]:
-    """Turn failures to fetch and to decode into the request's; their texts, which may hold paths, go to the log."""
+    """Convert failures to fetch or decode to client errors.
+
+    Their messages, which may contain paths, are only logged.
+    """
     try:
         yield
     except (OSError, RuntimeError, aiohttp.ClientError, Image.DecompressionBombError) as error:

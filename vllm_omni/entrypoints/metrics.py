@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of all doors, on stock vLLM's own `/metrics`, and the structured log lines of sessions and jobs.
+"""Prometheus metrics of all endpoints, and structured log lines of sessions and jobs.
 
-vLLM serves `prometheus_client`'s default registry, or, with several API server processes, the files they all write to
-`PROMETHEUS_MULTIPROC_DIR`: metrics made here appear there by themselves. A door makes a `SessionMeter` for each session
-and calls it; requests without a session go through `door_metrics()`. Labels have few values and never name a client.
-Metrics of every chunk are `tallies.py`'s: plain numbers until they are scraped.
+vLLM serves `prometheus_client`'s default registry at `/metrics`, or with several API server
+processes the files in `PROMETHEUS_MULTIPROC_DIR`, so metrics defined here appear there. An endpoint
+creates a `SessionMeter` for each session. Requests without a session use `door_metrics()`. Labels
+have few values and never identify a client. `tallies.py` holds the metrics that change with every
+chunk.
 
-Log lines are one word for the event and `key=value` pairs: two for a session, two for a video job, one for an image
-call. No prompt, key or address is ever in them.
+Log lines consist of an event and `key=value` pairs: two lines for a session, two for a video job,
+one for an image call. They never contain prompts, keys or addresses.
+
 Why not vLLM's stat loggers (`vllm.stat_logger_plugins`): they receive the engine's statistics of
-tokens and iterations, and know neither sessions nor what clients were sent.
-Held by tests/entrypoints/test_metrics.py.
+tokens and iterations, but neither sessions nor what clients were sent.
 """
 
 import functools
@@ -28,13 +29,16 @@ logger = logging.getLogger("vllm." + __name__)
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LONG_SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 STAGES: Final = {"encode": "encode", "steps": "denoise", "decode": "decode"}
-"""Stage names in an envelope's `timings_ms` -> label."""
+"""Label of each stage in `timings_ms`."""
 LATE_TOLERANCE_S: Final = 0.02
-"""A chunk counts as late when it comes this much after the one before it has been played."""
+"""A chunk is late if it arrives this many seconds after the previous one has been played."""
 
 
 def log_event(event: str, **fields: object) -> None:
-    """One structured line: `event key=value ...`; floats with three decimals, None left out."""
+    """Log one structured line: `event key=value ...`.
+
+    Floats have three decimals. None is omitted.
+    """
     shown = (
         f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
         for name, value in fields.items()
@@ -44,7 +48,10 @@ def log_event(event: str, **fields: object) -> None:
 
 
 class DoorMetrics:
-    """All metrics of one process. Make it through `door_metrics()`: a registry takes each name once."""
+    """All metrics of one process.
+
+    Create it through `door_metrics()`, because a registry accepts each name only once.
+    """
 
     def __init__(self) -> None:
         endpoint = ("endpoint",)
@@ -64,7 +71,8 @@ class DoorMetrics:
         )
         self.gap = histogram("omni_rt_inter_chunk_gap_seconds", "Between chunks of one request.", endpoint, _SECONDS)
         self.stage = histogram("omni_rt_chunk_seconds", "Where a chunk's time goes.", (*endpoint, "stage"), _SECONDS)
-        self._stage = functools.cache(self.stage.labels)  # for every chunk; `labels` looks its child up under a lock
+        # cached for every chunk, because `labels` takes a lock
+        self._stage = functools.cache(self.stage.labels)
         self.duration = Histogram(
             "omni_rt_session_duration_seconds", "Length of sessions.", endpoint, buckets=_LONG_SECONDS
         )
@@ -78,7 +86,7 @@ class DoorMetrics:
             (*endpoint, "state"),
             multiprocess_mode="livesum",
         )
-        # Every process asks the engine the same: the latest answer is the truth.
+        # Every process gets the same statistics from the engine, so the latest value is right.
         self.held_bytes = Gauge(
             "omni_held_bytes", "Bytes held, by what holds them.", ("kind",), multiprocess_mode="livemostrecent"
         )
@@ -96,12 +104,18 @@ class DoorMetrics:
         self.rejected.labels(endpoint, reason).inc()
 
     def request_done(self, endpoint: str, status: str, seconds: float) -> None:
-        """An image call or a video job has ended. status: `completed`, `failed`, `cancelled` or `refused`."""
+        """Count the end of an image call or a video job.
+
+        Args:
+            endpoint: Name of the endpoint.
+            status: `completed`, `failed`, `cancelled` or `refused`.
+            seconds: Duration in seconds.
+        """
         self.requests.labels(endpoint, status).inc()
         self.request_seconds.labels(endpoint).observe(seconds)
 
     def engine_state(self, stats: Mapping[str, Any]) -> None:
-        """Take over the worker's `session_stats`."""
+        """Set the gauges from the workers' `session_stats`."""
         self.engine_sessions.set(stats["sessions"])
         self.engine_slots.set(stats["max_sessions"])
         self.held_bytes.labels("sessions").set(stats["bytes"])
@@ -109,12 +123,17 @@ class DoorMetrics:
             self.held_bytes.labels("sessions_limit").set(stats["max_bytes"])
 
     def door_bytes(self, media_files: int, replies: int) -> None:
-        """Take over the doors' holdings: files of all processes, replies of this one."""
+        """Set the gauges of the endpoints.
+
+        Args:
+            media_files: Size of the files of all processes in bytes.
+            replies: Size of the retained replies of this process in bytes.
+        """
         self.held_bytes.labels("media_files").set(media_files)
         self.reply_bytes.set(replies)
 
     def stages(self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
-        """Where a chunk's (or a picture's) time went; time that the engine did not account for is `queue`."""
+        """Observe the time of a chunk or an image by stage. The remaining time is `queue`."""
         sum_s = 0.0
         for name, times in timings_ms.items():
             spent_s = sum(times) / 1e3
@@ -127,12 +146,12 @@ class DoorMetrics:
 
 @functools.cache
 def door_metrics() -> DoorMetrics:
-    """The metrics of this process."""
+    """Return the metrics of this process."""
     return DoorMetrics()
 
 
 class SessionMeter:
-    """One session's numbers: made when it begins, told of every chunk, closed once."""
+    """Metrics of one session."""
 
     def __init__(self, endpoint: str) -> None:
         self._metrics = door_metrics()
@@ -152,11 +171,18 @@ class SessionMeter:
         log_event("session_opened", endpoint=endpoint)
 
     def request_started(self) -> None:
-        """A request's turn has come: the time until it was asked for counts neither as gap nor as delay."""
+        """Start a request. The time since the previous one counts neither as gap nor as delay."""
         self._request_s, self._last_chunk_s = time.monotonic(), None
 
     def chunk_done(self, num_frames: int, fps: float, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
-        """A chunk has come from the engine. wall_s: from its submission to now."""
+        """Observe a chunk from the engine.
+
+        Args:
+            num_frames: Pixel frames of the chunk.
+            fps: Playback rate in frames per second.
+            timings_ms: Times of the engine's stages.
+            wall_s: Time from submission to result in seconds.
+        """
         now, endpoint = time.monotonic(), self._endpoint
         self.num_chunks += 1
         self.num_frames += num_frames
@@ -183,12 +209,12 @@ class SessionMeter:
         self._metrics.aborted.labels(self._endpoint, reason).inc(count)
 
     def frames_dropped(self, count: int) -> None:
-        """Frames were let go that no client had: it left, or read too slowly, and did not come back for them."""
+        """Count frames that were not delivered, because the client left or read too slowly."""
         self.num_dropped += count
         self._metrics.dropped.labels(self._endpoint).inc(count)
 
     def close(self, reason: str) -> None:
-        """The session has ended; idempotent."""
+        """Observe the end of the session. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Operations`: operators' features of every API server of this package, for every kind of model.
+"""`Operations`: features for operators, in every API server of this package.
 
-`X-Request-Id` on every answer and in log lines, quotas of keys (`omni.quotas`), spans if vLLM exports its own, memory
-that does not grow with visits, one HTTP parser with bounds of headers, the check of browsers' origins and the policy
-for media by URL. Attached by the endpoint plugins of video models, hidden states and speech. Held by
-tests/entrypoints/realtime/test_operators_served.py, tests/entrypoints/test_hidden_states_served.py and
-speech/test_speech_served.py.
+They are `X-Request-Id` in responses and log lines, quotas of API keys (`omni.quotas`), trace spans
+if vLLM exports its own, bounded memory, one HTTP parser with header limits, the check of browser
+origins, and the policy for media URLs. The endpoint plugins of video models, hidden states and
+speech attach them.
 """
 
 from pathlib import Path
@@ -23,7 +22,7 @@ from vllm_omni.heap import collect_after_freeze
 
 
 class Operations:
-    """Those of one API server process."""
+    """The features of one API server process."""
 
     def __init__(self) -> None:
         self._guard = QuotaGuard()
@@ -43,7 +42,11 @@ class Operations:
         app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)
 
     async def start(self, engine_client: EngineClient, omni: OmniConfig) -> None:
-        """Apply the options, before the server serves. Raises ValueError, naming the file of quotas."""
+        """Apply the options, before the server serves.
+
+        Raises:
+            ValueError: The quota file is invalid. The text names the file.
+        """
         if await engine_client.is_tracing_enabled():
             tracing.start()
         if omni.quotas is not None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At exit the interpreter waits for the threads that receive results.
+"""Makes the interpreter's exit wait for the threads that receive results.
 
-vLLM's client of an `LLM` receives in a daemon thread, which is told to end when the client is: for an `LLM` that nobody
-shut down, when the interpreter exits. That thread still holds the last result. torch gives the interpreter's lock away
-while it frees a tensor; where a thread wants it back after the interpreter has begun to end, CPython unwinds its
-stack, through C++ that must not be unwound. Then the process aborts ("terminate called without an active exception",
-status 134), with everything done and written: 2 of 11 runs of the Lance example did, one after the other on two cores.
+vLLM's client of an `LLM` receives in a daemon thread. If the `LLM` was not shut down, that thread
+is stopped only when the interpreter exits, and it still holds the last result. torch releases the
+GIL while it frees a tensor. If a thread requests the GIL again after the interpreter has started to
+exit, CPython unwinds its stack through C++ code that must not be unwound, and the process aborts
+("terminate called without an active exception", status 134) after all work is done. This happened
+in 2 of 11 runs of the Lance example on two cores.
 
-Held by tests/entrypoints/test_output_threads.py; the thread's name by tests/seams/test_private_parts.py.
+tests/seams/test_private_parts.py checks the thread's name.
 """
 
 import functools
@@ -16,15 +17,16 @@ import weakref
 from typing import Final
 
 OUTPUT_THREAD: Final = "EngineCoreOutputQueueThread"
-"""vLLM's name for it (`SyncMPClient`)."""
+"""vLLM's name of the thread (`SyncMPClient`)."""
 _LONGEST_S: Final = 10.0
 
 
 @functools.cache
 def wait_for_output_threads_at_exit() -> None:
-    """From now on the interpreter's exit waits for these threads, 10 seconds for each at most. Idempotent.
+    """Make the interpreter's exit wait for these threads, up to 10 seconds each. Idempotent.
 
-    Call it before an engine is made: finalizers run in reverse order, so this one's turn is after the clients'.
+    Call it before an engine is created: finalizers run in reverse order, so this one runs after the
+    clients'.
     """
     weakref.finalize(threading.main_thread(), _join)
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that belong to one server process, in directories that several share: which live, and files of dead ones.
+"""Ownership of files by server processes, in directories that several processes share.
 
-A process holds a lock on a file of its own while it lives; the system lets go of it however the process ends.
-Why not `filelock`: it guards a path for a while; here file and lock together say whether the
-process that made the file lives.
-Held by tests/entrypoints/test_owner_lock.py.
+A process holds a lock on a file while it lives. The system releases the lock however the process
+ends.
+
+Why not `filelock`: it protects a path for a while; here the lock shows whether the process that
+created a file is alive.
 """
 
 import contextlib
@@ -21,7 +22,10 @@ _PREFIX: Final = "vllm_omni-"
 
 
 def hold_lock(path: Path) -> IO[Any]:
-    """Make a file that is locked from the moment it can be seen; the lock goes when it, or the process, is closed."""
+    """Create a file that is locked from the moment it is visible.
+
+    The lock ends when the returned file or the process is closed.
+    """
     hidden = path.with_name(f".{path.name}.new")
     file = hidden.open("wb")
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -30,16 +34,24 @@ def hold_lock(path: Path) -> IO[Any]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open an entry of a shared directory for reading. Raises OSError, also for anything but a file; never waits."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO would wait for a writer
+    """Open a file of a shared directory for reading, without blocking.
+
+    Raises:
+        OSError: The file cannot be opened or is not a regular file.
+    """
+    # opening a FIFO would wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
     os.close(descriptor)
-    raise OSError(f"{path} is no regular file")
+    raise OSError(f"{path} is not a regular file")
 
 
 def is_locked(path: Path) -> bool:
-    """Whether the process that made this file lives; one that we may not look at counts as alive."""
+    """Return whether the process that created this file is alive.
+
+    A file that cannot be opened for lack of permission counts as alive.
+    """
     try:
         with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,36 +63,41 @@ def is_locked(path: Path) -> bool:
 
 
 def is_alive(folder: Path, owner: str) -> bool:
-    """Whether the process lives whose spool in `folder` has this name."""
+    """Return whether the process with this owner name in `folder` is alive."""
     return is_locked(folder / f"{_PREFIX}{owner}.owner")
 
 
 class Spool:
-    """Snapshots on their way through `folder`, named by the server process that made them."""
+    """Staged snapshots in `folder`, named by the server process that created them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.owner = folder, secrets.token_hex(8)
         path = folder / f"{_PREFIX}{self.owner}.owner"
         self._lock = hold_lock(path)
-        # Unlike `atexit`, this also runs at the end of the API server processes that vLLM starts.
+        # Unlike `atexit`, this also runs at the exit of the API server processes that vLLM starts.
         self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, path), exitpriority=10)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the lock. Idempotent."""
         self._finalizer()
 
     def new_path(self) -> Path:
         return self.folder / f"{_PREFIX}{self.owner}-{uuid.uuid4().hex}.safetensors"
 
     def sweep(self) -> set[str]:
-        """Remove files of killed servers; returns their names, as in `owner`."""
+        """Remove files of killed servers.
+
+        Returns:
+            Owner names of these servers.
+        """
         dead = set()
         for path in self.folder.glob(f"{_PREFIX}*.owner"):
             if is_locked(path):
                 continue
             owner = path.stem.removeprefix(_PREFIX)
-            with contextlib.suppress(OSError):  # another server that starts now may be faster
+            # another server that starts at the same time may have removed it
+            with contextlib.suppress(OSError):
                 for left in self.folder.glob(f"{_PREFIX}{owner}-*.safetensors"):
                     left.unlink(missing_ok=True)
                 path.unlink(missing_ok=True)

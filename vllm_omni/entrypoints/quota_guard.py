@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`QuotaGuard`: quotas over HTTP: a request beyond them is answered with 429, bytes sent are charged.
+"""`QuotaGuard`: quotas of HTTP requests. Requests over a quota get 429; sent bytes are charged.
 
-Sessions at the WebSockets charge themselves (`realtime/session.py`). Open paths, tickets, `OPTIONS` and `DELETE` cost
-nothing and are never refused. Stands behind the checks of the key. Held by tests/entrypoints/test_quotas.py.
+Sessions on WebSockets are charged in `realtime/session.py`. Open paths, tickets, `OPTIONS` and
+`DELETE` are free and never refused. Runs after the check of the API key.
 """
 
 from typing import Final
@@ -22,12 +22,15 @@ _CHARGED: Final = frozenset({"GET", "POST", "PUT"})
 
 
 class QuotaGuard:
-    """ASGI middleware. `quotas` is set when the server has read its options, before it serves."""
+    """ASGI middleware.
+
+    `quotas` is set after the server has read its options and before it serves.
+    """
 
     quotas: Quotas = Quotas()
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application behind this guard; a factory as Starlette's `add_middleware` takes."""
+        """Wrap an application in this guard. A factory for Starlette's `add_middleware`."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotas: how many sessions, chunks a minute and bytes a minute one API key may have.
+"""Quotas of API keys: sessions, chunks per minute and bytes per minute.
 
-The file (`omni.quotas`) is TOML. It names keys by their SHA-256, so it holds none, and gives each a name for metrics:
+The file (`omni.quotas`) is TOML. It identifies keys by their SHA-256, so it contains no keys, and
+gives each key a name for metrics.
 
-    [default]                  # every key without a table of its own; on a server without keys, every address
-    sessions = 4
+        [default]                  # keys without a table; without API keys, every address
+        sessions = 4
 
-    [keys.studio]
-    sha256 = "..."             # printf %s "$KEY" | sha256sum
-    sessions = 2               # live at once
-    chunks_per_minute = 120    # of live sessions; an HTTP request that makes something counts as one
-    bytes_per_minute = 500_000_000
+        [keys.studio]
+        sha256 = "..."             # printf %s "$KEY" | sha256sum
+        sessions = 2               # at the same time
+        chunks_per_minute = 120    # of live sessions; an HTTP generation request counts as one
+        bytes_per_minute = 500_000_000
 
-A bound that is not set is no limit. The last two are token buckets that hold a minute's worth: a client that was idle
-may spend that at once. A request begins when one chunk and one byte are available, and is finished and charged even
-if it takes a bucket below zero; the next one then waits longer. Each API server process counts for itself.
+An absent value is no limit. The last two are token buckets with the capacity of one minute, so a
+client that was idle may use a minute's quota at once. A request starts if one chunk and one byte
+are available. It is always finished and charged, even if a bucket goes below zero; then the next
+request waits longer. Each API server process counts separately.
 
-Knows no route and no door: `of` gives each client's `Allowance`, whose refusals are `DoorError` `quota_exceeded`. Held
-by tests/entrypoints/test_quotas.py and realtime/test_quotas_at_doors.py.
+`of` returns the `Allowance` of a client. It refuses requests with `DoorError` `quota_exceeded`.
 
 Why not vLLM's `--api-key`: it has a list of keys and no limits.
 """
@@ -43,32 +44,44 @@ _PRINCIPAL_CHARS: Final = 16
 _REMEMBERED: Final = 4096
 _MINUTE_S: Final = 60.0
 _SESSION_RETRY_S: Final = 1.0
-"""When a session of the client's own ends is up to the client."""
+"""Retry interval of refused sessions, because only the client can end its sessions."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of one client; None = only the server's own."""
+    """Limits of one client. None: no limit besides the server's own."""
 
     sessions: Count | None = None
+    """Maximum number of live sessions."""
     chunks_per_minute: Count | None = None
+    """Average number of chunks per minute."""
     bytes_per_minute: Count | None = None
+    """Average number of bytes per minute."""
 
 
 class KeyQuota(Quota, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """sha256: of the key, in lower-case hexadecimal digits."""
+    """Limits of one API key."""
 
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """SHA-256 of the key, in lower-case hexadecimal digits."""
 
 
 class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Contents of the quota file."""
+
     default: Quota = Quota()
+    """Limits of keys without a table. Without API keys: of every address."""
     keys: dict[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")], KeyQuota] = {}
+    """Limits by name of the key."""
 
     @classmethod
     def read(cls, path: Path) -> "QuotaFile":
-        """Raises ValueError, naming the file, when it cannot be read or holds something else."""
+        """Read and check the file.
+
+        Raises:
+            ValueError: The file cannot be read or is invalid. The text names the file.
+        """
         try:
             found = msgspec.toml.decode(path.read_bytes(), type=cls)
         except OSError as error:
@@ -84,7 +97,7 @@ class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class QuotaMetrics:
-    """Labels are the file's names of keys, never a key and never a client's address."""
+    """Metrics of quotas. Labels are names of keys from the file, never keys or addresses."""
 
     def __init__(self) -> None:
         self.sessions = Gauge("omni_quota_sessions", "Live sessions, by key.", ("key",), multiprocess_mode="livesum")
@@ -95,45 +108,59 @@ class QuotaMetrics:
 
 @functools.cache
 def quota_metrics() -> QuotaMetrics:
-    """The metrics of this process: a registry takes each name once."""
+    """Return the metrics of this process, because a registry accepts each name only once."""
     return QuotaMetrics()
 
 
 def _per_minute(count: int | None, clock: Callable[[], float]) -> TokenBucket:
-    """Fills by `count` a minute and holds as much; None = never empty."""
+    """Return a bucket with the capacity of one minute. None: a bucket that is never empty."""
     return TokenBucket(0.0, math.inf, clock) if count is None else TokenBucket(count / _MINUTE_S, count, clock)
 
 
 class Allowance:
-    """One client's remaining quota. This class has no bound: the allowance of a server without quotas."""
+    """Remaining quota of one client. This base class has no limits."""
 
     def check_session(self) -> None:
-        """Raise `DoorError` unless one more session may be live."""
+        """Check whether another session may open.
+
+        Raises:
+            DoorError: `quota_exceeded`.
+        """
 
     def open_session(self) -> None:
-        """One more session is live."""
+        """Count a new session."""
 
     def close_session(self) -> None:
-        """One session has ended."""
+        """Count the end of a session."""
 
     def take_chunk(self) -> bool:
-        """Whether a chunk may begin now; if so, it is charged."""
+        """Charge a chunk if one may start now. Return whether it may."""
         return True
 
     def check_chunk(self) -> None:
-        """Raise `DoorError` unless a chunk may begin now."""
+        """Check whether a chunk may start now.
+
+        Raises:
+            DoorError: `quota_exceeded`.
+        """
 
     def check_bytes(self) -> None:
-        """Raise `DoorError` unless something may be sent now."""
+        """Check whether data may be sent now.
+
+        Raises:
+            DoorError: `quota_exceeded`.
+        """
 
     def charge_chunks(self, count: int) -> None:
-        """So many chunks begin."""
+        """Charge chunks that start."""
 
     def charge_bytes(self, count: int) -> None:
-        """So many bytes were made for the client."""
+        """Charge bytes for the client."""
 
 
 class LimitedAllowance(Allowance):
+    """Remaining quota of one client with limits."""
+
     def __init__(self, name: str, quota: Quota, metrics: QuotaMetrics, clock: Callable[[], float]) -> None:
         self._name, self._quota, self._metrics = name, quota, metrics
         self._chunks = _per_minute(quota.chunks_per_minute, clock)
@@ -186,16 +213,22 @@ UNLIMITED: Final = Allowance()
 
 
 class Quotas:
-    """The allowances of one API server process. This class limits nobody."""
+    """Allowances of the clients of one API server process. This base class has no limits."""
 
     def of(self, client: str) -> Allowance:
-        """client: as `Connection.client` names it: a key's principal, or an address."""
+        """Return the allowance of a client.
+
+        Args:
+            client: As in `Connection.client`: a key's principal or an address.
+        """
         return UNLIMITED
 
 
 class FileQuotas(Quotas):
-    """As a file says. Of clients with the default quota the last few thousand are remembered,
-    and all that have a session."""
+    """Allowances from a quota file.
+
+    Clients with a session, and the last few thousand others with the default quota, are retained.
+    """
 
     def __init__(self, file: QuotaFile, clock: Callable[[], float] = time.monotonic) -> None:
         self._default, self._clock, self._metrics = file.default, clock, quota_metrics()

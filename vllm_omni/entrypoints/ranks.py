@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRanks`: which data-parallel rank holds which session.
+"""`SessionRanks`: maps sessions to data-parallel ranks.
 
-Under `--data-parallel-size N` each rank is an engine of its own with its own sessions; stock vLLM sends a request to
-whichever is least busy, which would scatter a session. Here a session gets its rank when it begins (the rank with the
-fewest sessions of this process; one that answers `capacity` passes it on to the next) and keeps it until it is closed.
-A fork lives where its parent does, since its state is copied there.
+With `--data-parallel-size N` each rank is a separate engine with separate sessions. Stock vLLM
+sends a request to the least busy rank, which would scatter the requests of a session. Here a
+session is assigned to the rank with the fewest sessions of this process when it starts. If that
+rank refuses with `capacity`, the next one is tried. The session stays on its rank until it is
+closed. A fork is on its parent's rank, because the state is copied there.
 
-Knows no engine and no sockets: it is handed a function that asks one rank. Sessions of other API server processes are
-not known here; that a rank is fuller than it seems shows as `capacity`. Held by tests/entrypoints/test_ranks.py and
-tests/engine/test_data_parallel.py.
+This module knows neither the engine nor sockets; its caller passes a function that sends a request
+to a rank. It does not know the sessions of other API server processes, so a rank may be fuller than
+it seems and refuse with `capacity`.
 """
 
 import asyncio
@@ -26,27 +27,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Ask = Callable[[int], Awaitable[T]]
-"""Sends one request to the rank of that number and returns its answer; raises `RequestFailed`."""
+"""Sends one request to a rank and returns the result. Raises `RequestFailed`."""
 
 
 def num_ranks(vllm_config: "VllmConfig") -> int:
-    """How many data-parallel ranks this API server sends requests to."""
+    """Return the number of data-parallel ranks that this API server sends requests to."""
     parallel = vllm_config.parallel_config
     return int(parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size)
 
 
 @dataclass(eq=False)
 class _Placement:
-    """Where a session is. settled: its first chunk has been answered; before that it may still move."""
+    """The rank of one session."""
 
     rank: int
+    """Number of the rank; -1 before the first attempt."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first chunk has a result. Before that the session may move to another rank."""
 
 
 class SessionRanks:
-    """The sessions of one API server process; used from one event loop.
+    """Sessions of one API server process. Use it from one event loop.
 
-    size: number of ranks, at least 1. offset: the rank that is tried first when all hold equally much.
+    Args:
+        size: Number of ranks, at least 1.
+        offset: The first rank to use if all have the same number of sessions.
     """
 
     def __init__(self, size: int, offset: int = 0) -> None:
@@ -56,27 +61,35 @@ class SessionRanks:
         self._turn = itertools.count(offset)
 
     def rank_of(self, session_id: str) -> int | None:
-        """The rank that holds a session of this process; None if it is not known."""
+        """Return the rank of a session of this process; None if it is unknown."""
         placement = self._placements.get(session_id)
         return None if placement is None else placement.rank
 
     @property
     def held(self) -> list[int]:
-        """Sessions and one-shot requests of this process, for each rank."""
+        """Number of sessions and one-shot requests of this process on each rank."""
         return list(self._held)
 
     async def route(self, params: DiffusionParams, ask: "Ask[T]") -> T:
-        """Send a request to the rank it belongs to, through `ask`. Raises `ask`'s exceptions."""
+        """Send a request to the rank of its session.
+
+        Args:
+            params: Parameters of the request.
+            ask: Sends the request to a rank. Its exceptions are raised.
+
+        Returns:
+            Result of `ask`.
+        """
         if params.op == "close":
             return await self._close(params.session_id, ask)
         placement = self._placements.get(params.session_id)
         while placement is not None and not placement.settled.is_set():
-            await placement.settled.wait()  # chunks sent ahead wait until the session has its rank
+            await placement.settled.wait()  # chunks that follow wait until the session has its rank
             placement = self._placements.get(params.session_id)
         if placement is None:
             if params.op == "generate" and params.chunk_index in (None, 0):
                 return await self._start(params, ask)
-            return await ask(0)  # nobody holds it: any rank gives the right refusal
+            return await ask(0)  # an unknown session, which every rank refuses in the same way
         if params.op == "fork":
             return await self._fork(params, placement.rank, ask)
         try:
@@ -87,7 +100,7 @@ class SessionRanks:
             raise
 
     async def _start(self, params: DiffusionParams, ask: "Ask[T]") -> T:
-        """Begin a session (or run a one-shot request) where there is most room, elsewhere if there is none."""
+        """Start a session or a one-shot request on the least loaded rank that accepts it."""
         placement = self._place(params.session_id, -1)
         kept = False
         try:
@@ -103,7 +116,8 @@ class SessionRanks:
                     return answer
             raise AssertionError("unreachable: the last rank's answer is final")
         except asyncio.CancelledError:
-            kept = not params.one_shot  # the chunk may have been committed all the same: `close` must find it
+            # the chunk may have been committed, so `close` must find the session
+            kept = not params.one_shot
             raise
         finally:
             placement.settled.set()
@@ -111,17 +125,17 @@ class SessionRanks:
                 self._forget(params.session_id)
 
     def adopt(self, session_id: str) -> int:
-        """Place a session that is about to be restored where there is most room; `forget` it if that fails."""
+        """Assign a session to the least loaded rank before it is restored. Undo with `forget`."""
         _, rank = next(self._by_load())
         self._place(session_id, rank).settled.set()
         return rank
 
     def forget(self, session_id: str) -> None:
-        """A session is no longer anywhere."""
+        """Remove a session from the table."""
         self._forget(session_id)
 
     def _by_load(self) -> Iterator[tuple[bool, int]]:
-        """`(whether it is the last one, rank)`: fewest sessions first, ties in turn."""
+        """Yield `(is_last, rank)` by number of sessions. Ties rotate."""
         turn = next(self._turn)
         order = sorted(range(self.size), key=lambda rank: (self._held[rank], (rank - turn) % self.size))
         return ((number == self.size - 1, rank) for number, rank in enumerate(order))
@@ -133,7 +147,10 @@ class SessionRanks:
         return answer
 
     async def _close(self, session_id: str, ask: "Ask[T]") -> T:
-        """Close it where it is. One that is not known here is closed on every rank: it may be another process's."""
+        """Close a session on its rank.
+
+        An unknown session may belong to another process, so it is closed on every rank.
+        """
         rank = self.rank_of(session_id)
         if rank is None:
             answers = await asyncio.gather(*(ask(rank) for rank in range(self.size)))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/omni/ready`: whether this server takes new work now, as opposed to `/health`, which says whether it lives.
+"""`/omni/ready`: whether this server accepts new work now. `/health` reports whether it is alive.
 
-200 = there is room; 503 with `status` `capacity` = it works, but would refuse; 503 with `engine_dead` = it does not
-work. The same worker statistics feed the gauges of `metrics.py`, every `stats_interval_s`.
+Status 200: the server accepts work. Status 503 with `capacity`: it works but would refuse. Status
+503 with `engine_dead`: it does not work. The same worker statistics feed the gauges of `metrics.py`
+every `stats_interval_s`.
 
-Workers answer between engine steps, a probe answers within a second whatever the step: it gives the newest numbers and
-says their age. The question is not dropped with the probe that asked it, so its answer serves the next one.
-Held by tests/entrypoints/test_readiness.py and tests/entrypoints/openai/test_openai_served.py.
+Workers respond between engine steps, but a probe must respond within a second. It therefore returns
+the newest statistics with their age. Its request to the workers continues, and the next probe uses
+the result.
 """
 
 import asyncio
@@ -30,31 +31,43 @@ logger = logging.getLogger("vllm." + __name__)
 PATH: Final = "/omni/ready"
 _FRESH_S: Final = 0.25
 _COUNTED: Final = ("sessions", "max_sessions", "bytes", "max_bytes")
-_PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second unless told otherwise
+_PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second by default
 
 
 class ReadyReply(BaseModel):
-    """status: `ready`, `capacity` or `engine_dead`. bytes, max_bytes: of sessions; over all data-parallel ranks.
+    """Reply of `/omni/ready`.
 
-    age_s: seconds since the workers said so; more than a second if an engine step takes that long. None: they have said
-    nothing yet. ranks: the numbers of each rank, if there are several.
+    Numbers are sums over all data-parallel ranks.
     """
 
     status: str
+    """`ready`, `capacity` or `engine_dead`."""
     sessions: int | None = None
+    """Number of sessions in the engine."""
     max_sessions: int | None = None
+    """Maximum number of sessions."""
     bytes: int | None = None
+    """Size of the sessions in bytes."""
     max_bytes: int | None = None
+    """Maximum size of the sessions in bytes. None: no limit."""
     age_s: float | None = None
+    """Age of the numbers in seconds; more than one during a long engine step. None: no numbers yet.
+    """
     ranks: list[dict[str, int | None]] | None = None
+    """Numbers of each rank, if there are several."""
 
 
 class Readiness:
-    """has_room: asks the doors of this process. media_bytes: of files kept (called on a thread); reply_bytes: of
-    the realtime doors' replies.
+    """Readiness of one API server process.
 
-    can_make_room: whether a session could be closed for a new one; None: sessions do not matter, since requests of a
-    model that is no world queue for them.
+    Args:
+        engine: Requests to the engine.
+        interval_s: Seconds between updates of the gauges.
+        has_room: Returns whether the endpoints of this process accept work.
+        can_make_room: Returns whether a session could be evicted for a new one. None: sessions are
+            irrelevant, because requests of a model without sessions queue for them.
+        media_bytes: Returns the size of stored media files in bytes. Called on a thread.
+        reply_bytes: Returns the size of retained replies in bytes.
     """
 
     def __init__(
@@ -79,7 +92,8 @@ class Readiness:
             return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
         age_s = self._age_s()
         if age_s is None or age_s >= _FRESH_S:
-            answered, _ = await asyncio.wait([self._ask()], timeout=_PATIENCE_S)  # does not cancel the question
+            # does not cancel the request
+            answered, _ = await asyncio.wait([self._ask()], timeout=_PATIENCE_S)
             if any(question.result() is not None for question in answered):
                 return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
             age_s = self._age_s()
@@ -96,16 +110,17 @@ class Readiness:
         return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
 
     def _engine_has_room(self) -> bool:
-        """Whether one more session fits on some rank, as large as those that it holds."""
+        """Return whether one more session of average size fits on a rank."""
         return not self._stats or any(_has_room(rank) for rank in self._stats)
 
     def _age_s(self) -> float | None:
         return None if self._answered_s is None else time.monotonic() - self._answered_s
 
     def _ask(self) -> "asyncio.Task[RequestFailed | None]":
-        """The one question to the workers that is under way; its result is why there is no answer."""
+        """Return the statistics request in progress; start one if there is none."""
         if self._question is None or self._question.done():
-            self._question = asyncio.create_task(self._refresh(), context=contextvars.Context())  # everybody's question
+            # it belongs to no single request
+            self._question = asyncio.create_task(self._refresh(), context=contextvars.Context())
         return self._question
 
     async def _refresh(self) -> RequestFailed | None:
@@ -121,11 +136,11 @@ class Readiness:
         while not self._engine.is_dead:
             failure = await asyncio.shield(self._ask())
             if failure is not None:
-                logger.debug("no statistics this time: %s", failure)
+                logger.debug("statistics not available: %s", failure)
             try:
                 door_metrics().door_bytes(await asyncio.to_thread(self._media_bytes), self._reply_bytes())
             except OSError as error:
-                logger.debug("no size of the files kept this time: %s", error)
+                logger.debug("size of stored files not available: %s", error)
             await asyncio.sleep(self._interval_s)
 
 
@@ -138,7 +153,7 @@ def _has_room(stats: Mapping[str, Any]) -> bool:
 
 
 def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts over all ranks; None where a rank has no number."""
+    """Return the sums over all ranks; None if a rank has no value."""
     sums: dict[str, Any] = {}
     for name in _COUNTED if ranks else ():
         values = [rank[name] for rank in ranks]
@@ -147,21 +162,22 @@ def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class ReadyRoute:
-    """`attach` while the application is built; `readiness` when the engine is there."""
+    """The route. Call `attach` while the application is built; set `readiness` after engine
+    startup."""
 
     def __init__(self) -> None:
         self.readiness: Readiness | None = None
 
     def attach(self, app: FastAPI) -> None:
         responses: dict[int | str, dict[str, Any]] = {
-            200: {"model": ReadyReply, "description": "There is room."},
-            503: {"model": ReadyReply, "description": "It works but is full (`capacity`), or its engine has stopped."},
+            200: {"model": ReadyReply, "description": "The server accepts new work."},
+            503: {"model": ReadyReply, "description": "The server is full (`capacity`), or its engine has stopped."},
         }
         app.add_api_route(
             PATH, self._ready, methods=["GET"], response_class=Response, response_model=None, responses=responses
         )
 
     async def _ready(self, request: Request) -> Response:
-        """Whether this server takes new work now."""
+        """Whether this server accepts new work now."""
         assert self.readiness is not None, "vLLM initialises state before it serves"
         return await self.readiness.ready()

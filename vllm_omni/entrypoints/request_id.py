@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RequestIds`: every HTTP answer and every WebSocket handshake carries `X-Request-Id`, and so does every log line.
+"""`RequestIds`: adds `X-Request-Id` to HTTP responses, WebSocket handshakes and log lines.
 
-A client's own id is kept if it is printable ASCII of up to 128 characters without spaces, quotes and backslashes;
-otherwise one is made. The id is put into the request's headers, so that stock vLLM, which looks there, uses the same
-one: for its `--enable-request-id-headers` and for the ids of its own requests. The client's trace, if it names one, is
-noted at the same place. This wraps the whole application, error pages included, where uvicorn finds it.
+A client's id is used if it is printable ASCII of up to 128 characters without spaces, quotes and
+backslashes; otherwise the server generates one. The id is written to the request's headers, so that
+stock vLLM uses it for `--enable-request-id-headers` and for its own request ids. The client's trace
+context is also recorded here. The middleware wraps the whole application, including error pages.
+
 Why not vLLM's `--enable-request-id-headers` alone: it adds the header to HTTP responses, but not to
 WebSocket handshakes or log lines.
-Held by tests/entrypoints/realtime/test_operators_served.py.
 """
 
 import re
@@ -31,7 +31,7 @@ _STARTS: Final = frozenset({"http.response.start", "websocket.accept", "websocke
 
 
 class RequestIds:
-    """ASGI middleware around everything."""
+    """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,7 +47,8 @@ class RequestIds:
         trace_context.set_parent(
             {key: value for key in _TRACE_HEADERS if (value := Headers(scope=scope).get(key))} or None
         )
-        log_context.bind(request_id=request_id)  # the server runs each request, each WebSocket, in a task of its own
+        # the server runs each request and each WebSocket in a separate task
+        log_context.bind(request_id=request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] in _STARTS:
@@ -62,9 +63,10 @@ class RequestIds:
 
 
 def attach(app: FastAPI) -> None:
-    """Wrap the application as vLLM's server starts, and have this process's log lines carry ids.
+    """Wrap the application when vLLM's server starts, and add ids to this process's log lines.
 
-    uvicorn takes `loaded_app` of its config for each new connection and runs the lifespan before it listens.
+    uvicorn reads `loaded_app` of its config for each new connection and runs the lifespan before it
+    listens.
     """
     inner = app.router.lifespan_context
 

@@ -127,7 +127,6 @@ class Endpoint(Protocol):
     """One row of `ENDPOINTS`."""
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
-        """Add the routes while vLLM builds the application. Return the paths that need no API key."""
         ...
         """Add the routes while vLLM builds the application.
 
@@ -136,12 +135,12 @@ class Endpoint(Protocol):
         """
 
     async def start(self, server: ServerContext) -> None:
-        """Prepare for requests. Called once, after the engine has started and before the server listens."""
+        """Prepare for requests. Called once, after engine startup and before the server listens."""
         ...
 
 
 class WebSocketEndpoint:
-    """A WebSocket endpoint of models with sessions; other models answer the handshake with 404."""
+    """WebSocket endpoint of models with sessions. Other models refuse the handshake with 404."""
 
     def __init__(self, paths: Sequence[str], create: Callable[[ServerContext], RealtimeEndpoint]) -> None:
         """Initialize the endpoint.
@@ -250,7 +249,7 @@ class ReadyEndpoint:
 
 
 class WebPageEndpoint:
-    """The web page, which needs no key: it asks for one."""
+    """The web page. It is served without an API key, because the page itself requests the key."""
 
     def __init__(self) -> None:
         self._is_world = True

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/sessions`: take a live world out of this server as a file, and put one in.
+"""`/v1/sessions`: save live sessions to files and restore them.
 
-    GET    /v1/sessions/{session_id}/snapshot   the session as its last finished chunk left it
-    PUT    /v1/sessions/{session_id}            a session of that id, made of the snapshot in the body
-    POST   /v1/sessions                         the same under an id that the server chooses
-    DELETE /v1/sessions/{session_id}            close it
+        GET    /v1/sessions/{session_id}/snapshot   the session as of its last finished chunk
+        PUT    /v1/sessions/{session_id}            restore the snapshot in the body under this id
+        POST   /v1/sessions                         the same under an id that the server chooses
+        DELETE /v1/sessions/{session_id}            close the session
 
-A session belongs to the API key it was made with, as at the WebSockets. Bodies are streamed to a file and never held in
-memory. Held by tests/entrypoints/realtime/test_session_api.py.
+A session belongs to the API key that created it, as on the WebSocket endpoints. Bodies are streamed
+to a file and never held in memory.
 """
 
 import asyncio
@@ -45,12 +45,12 @@ MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
 _PIECE_BYTES: Final = 4 << 20
 _EXCHANGES: Final = 2
-"""Snapshots written or read by the engine at once; further ones wait."""
+"""Maximum number of snapshots that the engine writes or reads at the same time; others wait."""
 _UPLOADS: Final = 8
-"""Bodies on their way in at once, each as large as a session may be; and of one client:"""
+"""Maximum number of uploads at the same time, each as large as a session may be."""
 _UPLOADS_PER_CLIENT: Final = 2
 _SENT_BYTES: Final = 64 << 10
-"""Bytes a reader must take within the send deadline: 22 KB/s with the default."""
+"""Bytes that a client must receive within the send deadline: 22 KB/s with the default."""
 _STATUS: Final = {
     "unknown_session": 404,
     "session_exists": 409,
@@ -69,19 +69,29 @@ _BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": 
 
 
 class SessionReply(BaseModel):
-    """A restored session. next_chunk_index: the chunk with which it goes on."""
+    """A restored session."""
 
     id: str
+    """Id of the session."""
     object: str = "session"
+    """Type of the object."""
     next_chunk_index: int
+    """Number of the session's next chunk."""
     width: int
+    """Width of the frames in pixels."""
     height: int
+    """Height of the frames in pixels."""
     prompt: str | None
+    """Current prompt."""
     seed: int | None
+    """Seed of the session."""
 
 
 class SessionRoutes:
-    """Routes of one API server process: `attach` while the application is built, `start` if a world is served."""
+    """Routes of one API server process.
+
+    Call `attach` while the application is built. Call `start` if the model has sessions.
+    """
 
     def __init__(self) -> None:
         self._mobility: SessionMobility | None = None
@@ -90,7 +100,12 @@ class SessionRoutes:
         self._uploads: Counter[str] = Counter()
 
     def start(self, mobility: SessionMobility, max_bytes: int | None) -> None:
-        """max_bytes: of a snapshot; None = no bound is known."""
+        """Connect the routes to the sessions.
+
+        Args:
+            mobility: Saves and restores sessions.
+            max_bytes: Maximum size of a snapshot. None: unknown.
+        """
         self._mobility, self._max_bytes = mobility, max_bytes
 
     def attach(self, app: FastAPI) -> None:
@@ -123,7 +138,7 @@ class SessionRoutes:
 
     @answer_errors
     async def _snapshot(self, request: Request, session_id: str) -> Response:
-        """The session as a file: as its last finished chunk left it, whatever runs now."""
+        """Download the session as of its last finished chunk."""
         session = self._known(request, session_id)
         with _statuses():
             path = self._new_path()
@@ -132,7 +147,7 @@ class SessionRoutes:
                     header = await self.mobility.save(session, path)
                 file = await asyncio.to_thread(path.open, "rb")
             finally:
-                path.unlink(missing_ok=True)  # the open file stays readable, and goes with the response
+                path.unlink(missing_ok=True)  # the open file stays readable until the response ends
         headers = {
             "Content-Length": str(os.fstat(file.fileno()).st_size),
             "Content-Disposition": f'attachment; filename="{session_id.replace(":", "_")}.session.safetensors"',
@@ -153,7 +168,7 @@ class SessionRoutes:
 
     @answer_errors
     async def _delete(self, request: Request, session_id: str) -> Response:
-        """Close a session, whatever it is doing."""
+        """Close a session and cancel its requests."""
         await self._known(request, session_id).reset()
         return Response(status_code=204)
 
@@ -175,9 +190,11 @@ class SessionRoutes:
         return JSONResponse(_reply(session).model_dump(), 201)
 
     async def _receive(self, request: Request, path: Path) -> None:
-        """Stream the body to a file, within the bound; its pace is `BodyPace`'s. Raises `DoorError`.
+        """Stream the body to a file. `BodyPace` limits the time.
 
-        A table that is too long is refused by its length, before the rest has come. Raises `RequestFailed`.
+        Raises:
+            DoorError: The body is too large.
+            RequestFailed: The header is too long. Its length is checked before the rest arrives.
         """
         limit = self._max_bytes
         total, held, is_checked = 0, bytearray(), False
@@ -214,7 +231,7 @@ class SessionRoutes:
     def _known(self, request: Request, session_id: str) -> Session:
         session = self.mobility.manager.find(_key(request, _checked(session_id)))
         if session is None:
-            raise not_found("no such session is kept here", param="session_id", code="unknown_session")
+            raise not_found("the server has no such session", param="session_id", code="unknown_session")
         return session
 
     def _new_path(self) -> Path:
@@ -223,7 +240,7 @@ class SessionRoutes:
 
 @contextlib.contextmanager
 def _statuses() -> Iterator[None]:
-    """Give the failures of sessions their HTTP status."""
+    """Map errors of sessions to HTTP statuses."""
     try:
         yield
     except (DoorError, RequestFailed) as failure:
@@ -257,7 +274,7 @@ def _reply(session: Session) -> SessionReply:
 
 
 class Download(Response):
-    """A file that goes with its reader: one that takes less than 64 KiB within the deadline is cut off."""
+    """Streams a file. A client that receives less than 64 KiB within the deadline is disconnected."""
 
     def __init__(self, file: BinaryIO, deadline_s: float, **options: Any) -> None:
         super().__init__(**options)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters and histograms of what happens at every chunk: plain numbers that a collector reads when it is scraped.
+"""Counters and histograms that change with every chunk, as plain numbers without locks.
 
-`prometheus_client`'s own cost a lock and several calls for each observation. They are used all the same with several
-API server processes, because the one that is scraped reads the files of the others, and only those metrics write them.
-Both have the same names, labels and samples. Only the event loop's thread may observe. Held by
-tests/entrypoints/test_tallies.py.
+`prometheus_client`'s classes cost a lock and several calls per observation. They are still used
+with several API server processes, because only they write the files that the scraped process reads.
+Both variants have the same names, labels and samples. Only the event loop's thread may observe.
 """
 
 import os
@@ -40,14 +39,21 @@ def counter(name: str, text: str, labels: Sequence[str]) -> Counts:
 
 
 def histogram(name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Distributions:
-    """bounds: of the buckets, without the infinite one."""
+    """Create a histogram.
+
+    Args:
+        name: Name of the metric.
+        text: Its description.
+        labels: Names of its labels.
+        bounds: Upper bounds of the buckets, without infinity.
+    """
     if _has_several_processes():
         return Histogram(name, text, labels, buckets=bounds)
     return HistogramTally(name, text, labels, bounds)
 
 
 def _has_several_processes() -> bool:
-    return "PROMETHEUS_MULTIPROC_DIR" in os.environ  # as vLLM asks
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ  # the same check as in vLLM
 
 
 class _Sum:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: a browser's credential instead of an API key when it opens a WebSocket, whose headers it cannot set.
+"""Tickets: a browser's credential for a WebSocket, because a browser cannot set its headers.
 
-A ticket stands for one of the server's API keys and one `Origin`, lives for seconds and is used once. It is signed, not
-stored, so every API server process with the same secret takes every ticket; that a ticket was used is known to the
-process that took it. Knows no sockets and no routes.
+A ticket stands for one API key and one `Origin`, expires within seconds and can be used once.
+Tickets are signed and not stored, so every API server process with the same secret accepts them.
+Only the process that accepted a ticket knows that it was used.
+
 Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is one HMAC of
 the standard library.
-Held by tests/entrypoints/test_tickets.py.
 """
 
 import base64
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 SECRET_VARIABLE: Final = "VLLM_OMNI_TICKET_SECRET"
-"""Set by `vllm serve --omni` to fresh random text, so that its API server processes share a secret."""
+"""Set by `vllm serve --omni` to a random value, so that its API server processes share a secret."""
 
 TTL_S: Final = 30
 MAX_REMEMBERED: Final = 65_536
@@ -32,14 +32,15 @@ _MAC_BYTES: Final = 16
 
 
 class TicketError(Exception):
-    """A ticket was refused. The text is for the server's log: a client is told only that it was."""
+    """A ticket was refused. The text is for the server's log; the client does not see it."""
 
 
 def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """Return the key that signs the tickets of every process that was started with these keys and this environment.
+    """Return the secret that signs tickets, equal in all processes with the same keys and
+    environment.
 
-    Without the variable (plain `vllm serve`) it comes from the keys alone, slowly (scrypt), so that a ticket seen on
-    the wire is no quick test of a guessed key.
+    Without the variable (plain `vllm serve`) it is derived from the keys with scrypt, which is
+    slow, so that a ticket does not allow quick tests of guessed keys.
     """
     joined = b"\0".join(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys)
     if shared := environ.get(SECRET_VARIABLE):
@@ -48,10 +49,14 @@ def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
 
 
 class TicketOffice:
-    """Issues and takes tickets in one process.
+    """Issues and accepts tickets in one process.
 
-    ttl_s: how long a ticket is good for. max_remembered: used tickets kept in mind; when so many were used within
-    `ttl_s`, further ones are refused. now: Unix time.
+    Args:
+        secret: Signs the tickets.
+        num_keys: Number of API keys.
+        ttl_s: Lifetime of a ticket in seconds.
+        max_remembered: Maximum number of used tickets within `ttl_s`. Further ones are refused.
+        now: Returns the Unix time.
     """
 
     def __init__(
@@ -69,15 +74,25 @@ class TicketOffice:
         self._max_remembered = max_remembered
         self._now = now
         self._used: set[bytes] = set()
-        self._order: deque[tuple[float, bytes]] = deque()  # (when it may be forgotten, nonce)
+        # (time at which it may be removed, nonce)
+        self._order: deque[tuple[float, bytes]] = deque()
 
     def issue(self, key_index: int, origin: str | None) -> str:
-        """Return a new ticket: URL-safe text of 47 characters. origin: of the page it is for; None = no page."""
+        """Return a new ticket: 47 URL-safe characters.
+
+        Args:
+            key_index: Index of the API key.
+            origin: Origin of the page. None: no page.
+        """
         head = _HEAD.pack(_VERSION, int(self._now()) + self.ttl_s, key_index, secrets.token_bytes(12))
         return base64.urlsafe_b64encode(head + self._mac(head, origin)).rstrip(b"=").decode()
 
     def take(self, ticket: str, origin: str | None) -> int:
-        """Use a ticket up and return the number of the key it stands for. Raises `TicketError`."""
+        """Use a ticket and return the index of its API key.
+
+        Raises:
+            TicketError: The ticket is invalid, expired or already used.
+        """
         try:
             data = base64.b64decode(ticket + "=" * (-len(ticket) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):

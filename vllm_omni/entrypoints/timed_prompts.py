@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that take turns in one video: which prompt a stream has from which chunk or second on. Knows no door.
-
-Held by tests/entrypoints/test_timed_prompts.py.
-"""
+"""Prompts that start at a chunk or a second of a video."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +8,27 @@ from typing import Any, Final
 import msgspec
 
 MAX_PROMPTS: Final = 64
-"""Of one video."""
+"""Maximum number of prompts of one video."""
 _MAX_SECONDS: Final = 86_400.0
-_MAX_CHARS: Final = 16_384  # as of a request's own prompt, inputs.Text
+_MAX_CHARS: Final = 16_384  # as for a request's own prompt, inputs.Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPrompt:
-    """A prompt and where it begins: `seconds` of the video, or a `chunk`, counted from 0; one of the two.
+    """A prompt with its start, given either in seconds or as a chunk.
 
-    It holds from the first chunk on that begins there or later, until the next one does. Raises ValueError.
+    It applies from the first chunk that starts there or later, until the next prompt.
+
+    Raises:
+        ValueError: A value is out of range, or not exactly one start is given.
     """
 
     prompt: str
+    """The prompt."""
     seconds: float | None = None
+    """Start in seconds of the video, from 0."""
     chunk: int | None = None
+    """Start as number of a chunk, from 0."""
 
     def __post_init__(self) -> None:
         if not self.prompt.strip() or len(self.prompt) > _MAX_CHARS:
@@ -39,7 +42,11 @@ class TimedPrompt:
 
     @classmethod
     def parse(cls, text: str) -> "TimedPrompt":
-        """Read `3:a town at night` (from chunk 3 on) or `7.5s:a town at night`. Raises ValueError."""
+        """Parse `3:a town at night` (from chunk 3 on) or `7.5s:a town at night`.
+
+        Raises:
+            ValueError: The text has another form.
+        """
         where, _, prompt = text.partition(":")
         try:
             if where.endswith("s"):
@@ -53,14 +60,23 @@ class TimedPrompt:
 
     @classmethod
     def read(cls, value: Any) -> "TimedPrompt":
-        """Read a JSON object. Raises ValueError naming the field."""
+        """Parse a JSON object.
+
+        Raises:
+            ValueError: A field is invalid. The text names it.
+        """
         try:
             return msgspec.convert(value, cls)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
 
     def has_begun(self, chunk_index: int, seconds: float) -> bool:
-        """Whether it holds in a chunk that begins so many seconds into the video."""
+        """Return whether the prompt applies to a chunk.
+
+        Args:
+            chunk_index: Number of the chunk.
+            seconds: Start of the chunk in seconds.
+        """
         return seconds >= self.seconds if self.seconds is not None else chunk_index >= (self.chunk or 0)
 
 
@@ -79,19 +95,29 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "oneOf": [_schema("seconds", "chunk", "number", maximum=_MAX_SECONDS), _schema("chunk", "seconds", "integer")],
 }
-"""Of a `TimedPrompt`."""
+"""JSON schema of a `TimedPrompt`."""
 
 
 class PromptSchedule:
-    """The prompts of one stream, taken chunk by chunk. fps: frames of a second of its video."""
+    """Timed prompts of one stream.
+
+    Args:
+        prompts: The prompts.
+        fps: Frames per second of the video.
+    """
 
     def __init__(self, prompts: Sequence[TimedPrompt], fps: float) -> None:
         self._coming, self._fps = tuple(prompts), fps
 
     def take(self, chunk_index: int, first_frame: int) -> str | None:
-        """The prompt that begins with this chunk, of several the last in the list; None = the stream keeps its own.
+        """Return the prompt that starts with a chunk; None if the current one stays.
 
-        first_frame: of the chunk in the video. Each prompt is given out once.
+        Each prompt is returned once. If several start with the chunk, the last one in the list is
+        returned.
+
+        Args:
+            chunk_index: Number of the chunk.
+            first_frame: First pixel frame of the chunk in the video.
         """
         if not self._coming:
             return None

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of sessions: where a chunk's time went, below whatever trace the client is part of.
+"""OpenTelemetry spans of sessions, below the trace of the client.
 
-    session                       from its first request to its end; parent: the `traceparent` of the handshake
-      chunk                       from its submission until it is encoded for the client
-        llm_request               stock vLLM's own; one below the session frees the world
-        queue encode denoise decode   of the engine's time, as the worker measured it
-        render                    frames into messages
-        transport                 handing them to the network, pacing included
-    speech                        one spoken reply; parent: the `traceparent` of the request
-      thinker talker token2wav    work of its stages (`pipeline/stage.py`)
+        session                       from the first request to the end; parent: `traceparent` of the handshake
+          chunk                       from submission until it is encoded for the client
+            llm_request               stock vLLM's span; directly below `session` it frees the session
+            queue encode denoise decode   the engine's time, as measured by the worker
+            render                    encoding of the replies
+            transport                 sending, including pacing
+        speech                        one spoken reply; parent: `traceparent` of the request
+          thinker talker token2wav    its stages (`pipeline/stage.py`)
 
-On when the server has vLLM's `--otlp-traces-endpoint`: vLLM then has set up the exporter of this process, and these
-spans go through it. Off, every object here does nothing. The engine reports how long its stages took, not when: they
-are drawn one after the other up to the answer, and the time left before them is `queue`.
-Held by tests/entrypoints/realtime/test_operators_served.py and test_tracing.py.
+Tracing is on if the server has vLLM's `--otlp-traces-endpoint`. vLLM has then set up the exporter
+of this process, which these spans use. Otherwise every object here does nothing. The engine reports
+the duration of its stages, but not their start. The spans are therefore laid out consecutively up
+to the result, and the remaining time is `queue`.
 """
 
 import asyncio
@@ -34,44 +34,56 @@ SPANS_OF: Final = "vllm_omni"
 
 
 class ChunkTrace:
-    """One chunk's spans. This class has none."""
+    """Spans of one chunk. This base class records none."""
 
     def failed(self, error: BaseException) -> None:
-        """The engine does not answer, or nobody waits any more: the end of the chunk's span."""
+        """End the chunk's span, because the engine failed or the chunk was cancelled."""
 
     def answered(self, meta: Mapping[str, Any]) -> None:
-        """The engine has answered; `meta` may have `timings_ms`."""
+        """Record the engine's result.
+
+        Args:
+            meta: Metadata of the result; may contain `timings_ms`.
+        """
 
     def rendered(self, started_ns: int) -> None:
-        """The chunk is encoded; started_ns: since when (`time.time_ns`)."""
+        """Record that the chunk is encoded.
+
+        Args:
+            started_ns: Start of encoding (`time.time_ns`).
+        """
 
     def sent(self, started_ns: int) -> None:
-        """The chunk's last message is with the network; started_ns: when its first one was taken up."""
+        """Record that the chunk's last message was sent.
+
+        Args:
+            started_ns: Start of sending the first message (`time.time_ns`).
+        """
 
 
 class SessionTrace:
-    """One session's spans. This class has none."""
+    """Spans of one session. This base class records none."""
 
     def chunk(self, chunk_index: int) -> ChunkTrace:
-        """A chunk is about to be submitted, in this task, whose engine request becomes part of the trace."""
+        """Start the span of a chunk, which includes the next engine request of this task."""
         return NO_CHUNK
 
     def current(self) -> AbstractContextManager[None]:
-        """Engine requests that begin in this block, other than chunks, are part of the session."""
+        """Context in which engine requests other than chunks belong to the session's span."""
         return nullcontext()
 
     def close(self, reason: str) -> None:
-        """The session has ended; idempotent."""
+        """End the session's span. Idempotent."""
 
 
 class Tracing:
-    """The spans of one API server process. This class makes none."""
+    """Spans of one API server process. This base class records none."""
 
     def session(self, session_id: str, endpoint: str) -> SessionTrace:
         return NO_SESSION
 
     def engine_headers(self) -> Mapping[str, str] | None:
-        """Trace headers of the parent for stock vLLM's own span of an engine request; None = no span."""
+        """Return trace headers for stock vLLM's span of an engine request; None for no span."""
         return None
 
 
@@ -81,12 +93,12 @@ _process: list[Tracing] = [Tracing()]
 
 
 def tracing() -> Tracing:
-    """The tracing of this process."""
+    """Return the tracing of this process."""
     return _process[0]
 
 
 def start() -> None:
-    """Make spans from now on, through the provider that vLLM has set up in this process."""
+    """Record spans from now on, through the provider that vLLM has set up in this process."""
     from opentelemetry import trace
 
     made = OpenTelemetryTracing(trace.get_tracer(SPANS_OF))
@@ -109,7 +121,7 @@ class OpenTelemetryTracing(Tracing):
         return trace_context.headers()
 
     def begin(self, name: str) -> trace_context.Span:
-        """A span below this task's trace."""
+        """Start a span below the trace of this task."""
         from vllm.tracing import extract_trace_context
 
         parent = extract_trace_context(trace_context.headers())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebSocket limits that stock `vllm serve` has no flags for, applied to its own server as it starts.
+"""WebSocket limits that stock `vllm serve` has no flags for.
 
-`vllm serve --omni` adds the flags; the endpoint plugin calls `apply_at_startup(app)`, which also covers plain
-`vllm serve` (defaults) and several API server processes. uvicorn reads these fields of its config for each new
-connection and runs the application's lifespan before it listens, so every connection sees them.
-Held by tests/entrypoints/test_websocket.py.
+`vllm serve --omni` adds the flags. The endpoint plugin calls `apply_at_startup(app)`, which also
+covers plain `vllm serve` (with defaults) and several API server processes. uvicorn reads these
+fields of its config for each new connection and runs the application's lifespan before it listens,
+so they apply to every connection.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from vllm_omni.entrypoints.frame_budget import FrameBudget
 
 MIB = 1 << 20
 _LIBRARIES = ("auto", "websockets", "websockets-sansio")
-"""uvicorn's names for the package `websockets`, which this package requires and uvicorn then takes by itself."""
+"""uvicorn's names for the package `websockets`, which this package requires and uvicorn uses by
+default."""
 
 
 class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of every WebSocket of one server.
-
-    max_bytes: largest message taken from a client; a larger one closes the connection with 1009.
-    ping_interval_s: a keepalive ping is sent this often; None = never.
-    ping_timeout_s: a ping unanswered for this long closes the connection; None = never.
-    """
+    """Limits of every WebSocket of one server."""
 
     max_bytes: int = 64 * MIB
+    """Maximum size of a client's message in bytes. A larger one closes the connection with 1009.
+    Default: 64 MiB."""
     ping_interval_s: float | None = 10.0
+    """Seconds between keepalive pings. None: no pings. Default: 10."""
     ping_timeout_s: float | None = 10.0
+    """Seconds after which an unanswered ping closes the connection. None: never. Default: 10."""
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,8 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "WebSocketOptions":
-        """Read the flags back; a namespace of plain `vllm serve` has none of them and gives the defaults."""
+        """Read the flags. A namespace of plain `vllm serve` has none of them and gives the
+        defaults."""
         if "ws_max_size" not in args:
             return cls()
         return cls(
@@ -75,7 +76,10 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def apply(self, uvicorn_config: Any) -> None:
-        """Set the limits on a `uvicorn.Config`. Compression is off: it costs 300 ms per raw chunk and saves little."""
+        """Set the limits on a `uvicorn.Config`.
+
+        Compression is off, because it costs 300 ms per raw chunk and saves little.
+        """
         uvicorn_config.ws_max_size = self.max_bytes
         uvicorn_config.ws_ping_interval = self.ping_interval_s
         uvicorn_config.ws_ping_timeout = self.ping_timeout_s
@@ -83,11 +87,14 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
-    """Wrap the application's lifespan so that vLLM's server takes the limits before it listens.
+    """Wrap the application's lifespan so that vLLM's server has the limits before it listens.
 
-    frames: budget of small frames of every connection; None = the default budget.
+    vLLM stores the parsed arguments in `app.state.args` and the uvicorn server in
+    `app.state.server`.
 
-    vLLM puts the parsed arguments in `app.state.args` and the uvicorn server in `app.state.server`.
+    Args:
+        app: The application.
+        frames: Budget of small frames of each connection. Default: `FrameBudget()`.
     """
     inner = app.router.lifespan_context
 

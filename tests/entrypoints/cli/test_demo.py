@@ -202,7 +202,7 @@ def test_each_chunk_is_asked_for_with_its_part_of_the_walk() -> None:
     ("answer", "complaint"),
     [
         ([{"type": "error", "code": "capacity", "error": "full"}], r"refused the request: .*capacity"),
-        ([frame(encode_mp4(noise(5), 16))], r"chunk 0 has 5 frames, 9 were asked for"),
+        ([frame(encode_mp4(noise(5), 16))], r"chunk 0 has 5 frames, 9 were requested"),
         ([frame(b"not a video")], r"streaming from .* failed: ValueError: not a readable video"),
         (["hello in text"], r"expected a binary message, got text"),
         ([{"type": "frame", "index": 0}], r"streaming from .* failed: KeyError"),

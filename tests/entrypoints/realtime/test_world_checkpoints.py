@@ -221,7 +221,7 @@ def test_an_entry_that_is_no_file_ends_no_start(tmp_path: Path, caplog: pytest.L
 
     with caplog.at_level("WARNING"):
         scenario(test)
-    assert all(f"{name} is not taken over" in caplog.text for name in names)
+    assert all(f"{name} is not restored" in caplog.text for name in names)
     assert all((kept / name).exists() for name in names)
 
 

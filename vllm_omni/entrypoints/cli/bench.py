@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench`: the scripts of a checkout's `benchmarks/` under one command, and a comparison of two results.
+"""`vllm-omni bench`: run the benchmarks of a checkout, or compare two results.
 
-    vllm-omni bench                          the benchmarks there are
-    vllm-omni bench NAME [its arguments]     run one; `--json` before NAME prints nothing but its result
-    vllm-omni bench compare A.json B.json    every number of two results side by side
+        vllm-omni bench                          list the benchmarks
+        vllm-omni bench NAME [arguments]         run one; `--json` before NAME prints only the result
+        vllm-omni bench compare A.json B.json    compare two results
 
-The scripts and their dated results belong to the repository, not to the installed package: the command works from a
-checkout (or an editable install of one) and says so elsewhere. Held by tests/entrypoints/cli/test_bench.py.
+The scripts and their results belong to the repository and not to the installed package, so the
+command works only in a checkout or an editable install of one.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _CHECKOUT = Path(__file__).resolve().parents[3]
 _LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
 _HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
 _ABOUT = ("date", "command", "hardware", "versions")
-"""Provenance keys of a result; compared separately from its numbers."""
+"""Keys of a result that describe its origin. They are compared separately from the numbers."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_for_json(command: list[str]) -> int:
-    """Run a benchmark with its chatter on stderr and its result, as the file holds it, on stdout."""
+    """Run a benchmark with its output on stderr, and print its result file on stdout."""
     with tempfile.TemporaryDirectory() as out:
         status = subprocess.run([*command, "--out", out], stdout=sys.stderr, check=False).returncode
         results = sorted(Path(out).glob("*.json"))
@@ -87,7 +87,7 @@ def _run_for_json(command: list[str]) -> int:
 
 
 def _folder() -> Path:
-    """`benchmarks/` of the checkout this package is installed from, or of the one the command runs in."""
+    """Return `benchmarks/` of the checkout that this package or the working directory belongs to."""
     for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks"):
         if (folder / "common.py").is_file():
             return folder
@@ -95,7 +95,7 @@ def _folder() -> Path:
 
 
 def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
-    """(name, first line of its docstring) of every script that writes a result."""
+    """Yield the name and the first docstring line of every script that writes a result."""
     for path in sorted(folder.glob("*.py")):
         source = path.read_text()
         if path.stem != "common" and "add_output_arguments(" in source:
@@ -110,9 +110,13 @@ class Change:
     """One number of two results. worse: True, False, or None if its name tells no direction."""
 
     name: str
+    """Dotted name of the number."""
     before: float
+    """Value in the first result."""
     after: float
+    """Value in the second result."""
     worse: bool | None
+    """Whether the second one is worse. None: the name does not indicate a direction."""
 
     @property
     def percent(self) -> float | None:
@@ -152,7 +156,7 @@ def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> in
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Change], list[str]]:
-    """Every number that both results hold under one name, in order, and the names that only one holds."""
+    """Return the numbers in both results, in order, and the names in only one of them."""
     old, new = dict(_numbers(before)), dict(_numbers(after))
     changes = [
         Change(name, value, new[name], _worse(name, value, new[name])) for name, value in old.items() if name in new
@@ -167,7 +171,7 @@ def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Numbers below `value` by dotted name; a row of a table is named by its texts instead of by its position."""
+    """Yield the numbers below `value` by dotted name. Rows of a table are named by their strings."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, f"{name}.{key}")
@@ -180,7 +184,10 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _worse(name: str, before: float, after: float) -> bool | None:
-    """By the first part of the name, from its end, that tells a direction (`wall_ms.p50` is a time)."""
+    """Return whether a number is worse.
+
+    The last part of the name with a known direction decides: `wall_ms.p50` is a time.
+    """
     if before == after:
         return False
     for part in reversed(name.replace("]", "").split(".")):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni demo`: a world served by stock vLLM, walked through over its WebSocket, written as a video to look at.
+"""`vllm-omni demo`: serve a world, walk through it over its WebSocket, and write a video.
 
-Starts `vllm serve ... --omni` as a child, streams a walk chunk by chunk, writes `demo.mp4` and `demo.png`, and leaves
-the server running until Ctrl-C (`--once`: stops it). The world is the trained one of this package, the walk the tour of
-its card, and `demo_truth.png` shows generated frames beside the reference frames. The demo succeeds only if frames
-arrived, every one of them is in the file again, and they are not all the same.
-Held by tests/entrypoints/cli/test_demo.py.
+The command starts `vllm serve ... --omni` as a child, streams a walk chunk by chunk, writes
+`demo.mp4` and `demo.png`, and leaves the server running until Ctrl-C (`--once` stops it). By
+default it serves the trained world of this package and walks the tour of its world description;
+`demo_truth.png` then compares generated frames with reference frames. The demo succeeds only if
+frames arrive, the file contains all of them, and they are not all equal.
 """
 
 import argparse
@@ -46,12 +46,12 @@ _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _TURNS = ("", "", "l", "l", "", "", "j", "j")
-"""Beside `w`, latent frame for latent frame, in a world without a tour."""
+"""Keys held in addition to `w`, per latent frame, in a world without a tour."""
 _RANDOM_SIZE = (160, 96)
 _PROMPT = "A path through green hills towards the evening sun"
 _CHUNKS = 5
 _SHOWN = 8
-"""Frames of the strip beside the truth."""
+"""Number of frames in the comparison with the reference."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -75,11 +75,11 @@ def add_parser(subparsers: Any) -> None:
     world.add_argument("--model", type=Path, help="checkpoint directory (default: the trained world of this package)")
     world.add_argument("--random", action="store_true", help="a tiny world with random weights instead")
     parser.add_argument("--out", type=Path, default=Path(), help="directory for the files (default: here)")
-    parser.add_argument("--chunks", type=int, help="chunks to stream (default: the world's tour, else 5)")
-    parser.add_argument("--size", help="video size, WIDTHxHEIGHT (default: the world's own, else 160x96)")
+    parser.add_argument("--chunks", type=int, help="chunks to stream (default: the length of the world's tour, else 5)")
+    parser.add_argument("--size", help="video size, WIDTHxHEIGHT (default: the world's size, else 160x96)")
     parser.add_argument("--image", type=Path, help="start image (default: the tour's, else a drawn landscape)")
     parser.add_argument("--prompt", help="scene prompt (default: the tour's)")
-    parser.add_argument("--port", type=int, default=8000, help="port; if busy, any free one is taken (default: 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="port; if it is in use, any free one (default: 8000)")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds the server may take to start")
     parser.set_defaults(run=run)
 
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     port = free_port(args.port)
     if port != args.port:
         console.print(f"port {args.port} is in use or 0; taking {port}")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal must not leave a server behind
+    # a closed terminal must not leave a server running
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     with server(model, port, height, width, args.out / "demo_server.log") as process:
         wait_until_healthy(process, args.start_timeout, console)
@@ -116,7 +117,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldCard | None]":
-    """The checkpoint directory to serve, and its card if it has one. Raises CommandError."""
+    """Return the checkpoint directory to serve, and its world description if it has one.
+
+    Raises:
+        CommandError: There is no such checkpoint.
+    """
     from vllm_omni.entrypoints.cli.make_tiny import write_tiny
     from vllm_omni.worlds import village_checkpoint
     from vllm_omni.worlds.card import read_card
@@ -142,11 +147,14 @@ class ServerProcess:
     """A running `vllm serve`: the process (leader of its own group), its port and its log."""
 
     popen: "subprocess.Popen[bytes]"
+    """The process, leader of its process group."""
     port: int
+    """Port of the server."""
     log: Path
+    """Log file."""
 
     def excerpt(self) -> str:
-        """Errors from the log: the named exceptions of all processes, else its last lines."""
+        """Return the exceptions in the log of all processes, or its last lines."""
         lines = self.log.read_text(errors="replace").splitlines()
         serious = [line for line in lines if " WARNING " not in line and " INFO " not in line]
         causes = dict.fromkeys(match[0] for line in serious if (match := _EXCEPTION.search(line)))
@@ -158,7 +166,7 @@ class ServerProcess:
         return CommandError(f"{what}; the lines above are from its log {self.log}")
 
     def stop(self) -> None:
-        """End the server and its children; they get time to clean up."""
+        """Stop the server and its children, with time to clean up."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -178,9 +186,16 @@ def server(
     model_options: Mapping[str, Any] | None = None,
     extra: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
-    """Run `vllm serve MODEL --omni` on the loopback address while the block runs.
+    """Run `vllm serve MODEL --omni` on the loopback address during the block.
 
-    model_options: `omni.model`. extra: further arguments.
+    Args:
+        model: Checkpoint directory.
+        port: Port of the server.
+        height: Height of the frames in pixels.
+        width: Width of the frames in pixels.
+        log: Log file.
+        model_options: Value of `omni.model`.
+        extra: Further arguments.
     """
     command = [*serve_command(model, port, height, width, model_options), *extra]
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
@@ -199,7 +214,7 @@ def server(
 def serve_command(
     model: Path, port: int, height: int, width: int, model_options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """The documented command, with the `vllm` of this environment."""
+    """Return the documented command, with the `vllm` of this environment."""
     vllm = Path(sys.executable).with_name("vllm")
     chosen = {"model": dict(model_options)} if model_options else {}
     options = json.dumps({"omni": {"height": height, "width": width, **chosen}})
@@ -210,7 +225,11 @@ def serve_command(
 
 
 def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -> None:
-    """Return when `/health` answers 200. Raises CommandError with the log's end when the server dies or is late."""
+    """Wait until `/health` returns 200.
+
+    Raises:
+        CommandError: The server exits or does not start in time. The log's excerpt is printed.
+    """
     url = f"http://{_HOST}:{process.port}/health"
     started = time.monotonic()
     with console.status("starting vLLM") as status:
@@ -226,7 +245,7 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -
 
 
 def answers(url: str) -> bool:
-    """Whether an HTTP GET gets 200 now."""
+    """Return whether an HTTP GET returns 200."""
     try:
         with open_loopback(url, timeout_s=5) as answer:
             return int(answer.status) == 200
@@ -263,44 +282,53 @@ def free_port(wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One answered chunk: frames `[T, H, W, 3]` as decoded, seconds from request to last byte, bytes on the wire."""
+    """One received chunk."""
 
     frames: "np.ndarray"
+    """Decoded frames `[T, H, W, 3]`."""
     wall_s: float
+    """Time from the request to the last byte in seconds."""
     wire_bytes: int
+    """Size of the messages in bytes."""
     timing: dict[str, float]
+    """The server's times in milliseconds, by stage."""
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Inputs of the demo's walk: the start image, prompts by the latent frame from which they hold, and the keys.
-
-    keys: held in each latent frame; None = forward without end. truth: a video of how it should look, as a file.
-    """
+    """Inputs of the demo's walk."""
 
     image: bytes
+    """Start image, as a file."""
     prompts: dict[int, str]
+    """Prompts by the latent frame at which they start."""
     keys: list[list[str]] | None = None
+    """Keys held in each latent frame. None: forward, without end."""
     seed: int = 7
+    """Seed of the noise. Default: 7."""
     truth: Path | None = None
+    """Reference video of the walk. None: there is none."""
 
     def held(self, latent_frames: range) -> list[list[str]]:
-        """Keys of some latent frames."""
+        """Return the keys held in a range of latent frames."""
         if self.keys is not None:
             return self.keys[latent_frames.start : latent_frames.stop]
         return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
 
     def prompt(self, latent_frames: range) -> str | None:
-        """The prompt that a chunk of these latent frames brings; None = as before."""
+        """Return the prompt that starts in a range of latent frames; None for no change."""
         return next((text for frame, text in self.prompts.items() if frame in latent_frames), None)
 
     def num_chunks(self, first: int, later: int) -> int:
-        """Chunks of so many latent frames that the keys fill."""
+        """Return the number of chunks that the keys fill."""
         return _CHUNKS if self.keys is None else 1 + max(0, len(self.keys) - first) // later
 
 
 def plan_walk(args: argparse.Namespace, model: Path, card: "WorldCard | None") -> Walk:
-    """The world's tour; with another picture or prompt, or in a world without one, a walk without truth."""
+    """Return the world's tour, or a walk without reference if it does not apply.
+
+    It does not apply with another image or prompt, or in a world without a tour.
+    """
     from vllm_omni.worlds.card import card_file
 
     image = args.image.read_bytes() if args.image else None
@@ -323,9 +351,20 @@ def plan_walk(args: argparse.Namespace, model: Path, card: "WorldCard | None") -
 def stream(
     url: str, walk: Walk, height: int, width: int, num_chunks: int | None, console: Any, started_s: float | None = None
 ) -> list[Chunk]:
-    """Walk through the world chunk by chunk and return the answered chunks; prints a line for each chunk.
+    """Walk through the world chunk by chunk, and print a line for each chunk.
 
-    num_chunks: None = the whole walk. started_s: when the command began, to say how long the first picture took.
+    Args:
+        url: URL of the WebSocket.
+        walk: Inputs of the walk.
+        height: Height of the frames in pixels.
+        width: Width of the frames in pixels.
+        num_chunks: Number of chunks. None: the whole walk.
+        console: Console of rich.
+        started_s: Monotonic time at which the command started, to print the time to the first
+            frame.
+
+    Returns:
+        The received chunks.
     """
     import msgspec
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -360,7 +399,7 @@ def stream(
                     request |= {"prompt": prompt}
                 chunk = _infer(socket_, request)
                 if len(chunk.frames) != count:
-                    raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {count} were asked for")
+                    raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {count} were requested")
                 chunks.append(chunk)
                 if index == 0 and started_s is not None:
                     progress.console.print(f"first picture after {time.monotonic() - started_s:.0f} s")
@@ -373,7 +412,11 @@ def stream(
 
 
 def _infer(socket_: Any, request: dict[str, Any]) -> Chunk:
-    """Send one request and collect its messages. Raises CommandError with the server's own error."""
+    """Send one request and collect its messages.
+
+    Raises:
+        CommandError: The server's error.
+    """
     import msgspec
     import numpy as np
 
@@ -405,7 +448,7 @@ def _binary(message: str | bytes) -> bytes:
 
 
 def describe(index: int, chunk: Chunk) -> str:
-    """One line: frames, time from request to last byte, rate, size, and where the server spent it."""
+    """Return one line about a chunk: frames, time, rate, size and the server's times."""
     count = len(chunk.frames)
     stages = [
         f"{name.removesuffix('_ms')} {ms:.0f}" for name, ms in chunk.timing.items() if name != "total_ms" and ms >= 0.5
@@ -417,7 +460,7 @@ def describe(index: int, chunk: Chunk) -> str:
 
 
 def start_image() -> bytes:
-    """The bundled start image, PNG (drawn by scripts/draw_start_image.py)."""
+    """Return the bundled start image, a PNG drawn by scripts/draw_start_image.py."""
     return (importlib.resources.files("vllm_omni.entrypoints.cli") / "data" / "start.png").read_bytes()
 
 
@@ -425,9 +468,13 @@ def start_image() -> bytes:
 
 
 def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 16) -> "np.ndarray":
-    """Write `demo.mp4` and `demo.png`, then read the video back; returns its frames as they arrived.
+    """Write `demo.mp4` and `demo.png`, then read the video back.
 
-    Raises CommandError if the file's frame count differs from the received one or all its frames are equal.
+    Returns:
+        The received frames.
+
+    Raises:
+        CommandError: The file has another number of frames, or all its frames are equal.
     """
     import numpy as np
 
@@ -451,9 +498,10 @@ def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 1
 
 
 def write_truth(frames_THWC: "np.ndarray", truth: Path, out: Path, console: Any) -> None:
-    """Write `demo_truth.png`: generated frames above the reference frames; print the PSNR of each third.
+    """Write `demo_truth.png`: generated above reference frames. Print the PSNR of each third.
 
-    Raises CommandError when the reference video has another size.
+    Raises:
+        CommandError: The reference video has another size.
     """
     import numpy as np
 
@@ -478,7 +526,7 @@ def write_truth(frames_THWC: "np.ndarray", truth: Path, out: Path, console: Any)
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """`832x480` -> (832, 480), both multiples of 16."""
+    """Parse a size: `832x480` gives (832, 480). Both must be multiples of 16."""
     width, x, height = text.partition("x")
     if not (x and width.isdecimal() and height.isdecimal()) or any(int(n) % 16 or not int(n) for n in (width, height)):
         raise CommandError(f"--size must be WIDTHxHEIGHT in multiples of 16, such as 160x96, got {text!r}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download MODEL [OUT]`: fetch a family's released weights from the hub, resumable, into one directory.
+"""`vllm-omni download MODEL [OUT]`: fetch released weights from the Hugging Face hub.
 
-Weights under a licence that not everybody may use are fetched with `--accept-license` only.
-Resume, progress and checksums are `huggingface_hub`'s. When the hub cannot be reached the command says exactly which
-files belong where, so that they can be brought by other means. Held by tests/entrypoints/cli/test_download.py.
+Weights under a restrictive licence are only fetched with `--accept-license`. `huggingface_hub`
+resumes downloads and verifies checksums. If the hub cannot be reached, the command lists the
+required files, so that they can be copied from another machine.
 """
 
 import argparse
@@ -83,7 +83,11 @@ def _check_disk(out: Path, gigabytes: float) -> None:
 
 
 def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
-    """Fetch matching files; files already there in full are kept. Raises CommandError when the hub says no."""
+    """Fetch matching files. Complete files are not fetched again.
+
+    Raises:
+        CommandError: The hub refused or could not be reached.
+    """
     from vllm_omni.model_executor.hub import fetch
 
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds another project's `vllm_omni`: a package of the same name, and of the same import name, is on the public index.
+"""Detects another project's `vllm_omni`, because the public index has one with the same names.
 
-Standard library only: set-up runs this file with the environment's own Python, since it may be the other package that
-`import vllm_omni` finds there. Ours is known by two marks: its distribution registers `vllm_omni` among vLLM's endpoint
-plugins, and its folder has this file. Held by tests/entrypoints/cli/test_foreign.py.
+This module uses only the standard library: setup runs this file with the environment's Python,
+where `import vllm_omni` may find the other package. This package has two marks: its distribution
+registers `vllm_omni` as an endpoint plugin of vLLM, and its folder contains this file.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ _PLUGINS = "vllm.endpoint_plugins"
 
 
 def find_foreign(paths: Sequence[str]) -> list[str]:
-    """One line for each foreign `vllm_omni` on `paths` (a `sys.path`): its kind and place, and how to remove it."""
+    """Return one line for each foreign `vllm_omni` on a `sys.path`: its kind, location and removal."""
     return [*_distributions(paths), *_folders(paths)]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` command, and the function stock vLLM calls when `--omni` is among its arguments.
+"""The `vllm-omni` command, which stock vLLM also calls for `--omni` among its arguments.
 
-Subcommands live one to a module and import heavy modules only when they run: `vllm-omni --version` and `--help` load
-neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
+Each subcommand is one module that imports heavy modules only when it runs: `vllm-omni --version`
+and `--help` import neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
 """
 
 import argparse
@@ -29,7 +29,7 @@ _SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, ro
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its status: 0 done, 1 it found something wrong, 2 the input was wrong."""
+    """Run one command and exit: 0 for success, 1 for a negative result, 2 for invalid input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         sys.exit(_dispatch(arguments))
@@ -44,7 +44,7 @@ def _dispatch(argv: list[str]) -> int:
     if "--omni" in argv:
         rest = [argument for argument in argv if argument != "--omni"]
         return serve.run(rest[1:]) if rest[:1] == ["serve"] else _run_stock(rest)
-    if argv[:1] == ["serve"]:  # everything behind it belongs to vLLM's own parser
+    if argv[:1] == ["serve"]:  # vLLM's own parser reads the rest
         return serve.run(argv[1:])
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -81,7 +81,7 @@ def _versions() -> str:
 
 
 def _run_stock(argv: list[str]) -> int:
-    """Run any other stock command unchanged; `--omni` only means something for `serve`."""
+    """Run any other stock command unchanged, because `--omni` only applies to `serve`."""
     from vllm.entrypoints.cli.main import main as vllm_main
 
     name = argv[0] if argv else "(none)"

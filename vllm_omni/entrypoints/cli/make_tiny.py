@@ -39,7 +39,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) -> None:
-    """Write the checkpoint; raises CommandError when model, layout, seed or directory will not do."""
+    """Write a tiny random checkpoint.
+
+    Args:
+        model: Name of the model family.
+        out: Directory to write.
+        seed: Seed of the random weights.
+        layout: Layout of the checkpoint. Default: the family's first one.
+
+    Raises:
+        CommandError: An argument is invalid.
+    """
     from vllm_omni.model_executor.models.registry import get_family
 
     try:
@@ -57,10 +67,14 @@ def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) 
 
 
 def new_directory(out: Path) -> None:
-    """Make `out`, or take it if it is empty. Raises CommandError."""
+    """Create a directory, or use it if it is empty.
+
+    Raises:
+        CommandError: The directory is not empty or cannot be created.
+    """
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CommandError(f"{out} exists and is not an empty directory; name a new one")
+            raise CommandError(f"{out} exists and is not an empty directory; choose a new one")
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"cannot write {out}: {error.strerror}; name a directory you may write to") from error

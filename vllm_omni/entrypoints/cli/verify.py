@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if every scenario of the directory ran and held, 1 if one did not."""
+    """Return 0 if every scenario ran within its tolerances, otherwise 1."""
     from vllm_omni.model_executor.models.registry import get_family
     from vllm_omni.testing import parity
 

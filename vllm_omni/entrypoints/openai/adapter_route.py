@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/load_lora_adapter`: vLLM's own route, with 400 for an adapter that cannot be loaded.
+"""`POST /v1/load_lora_adapter`: vLLM's route, with status 400 for an adapter that cannot be loaded.
 
-vLLM answers every failure to load with 500. An adapter that does not fit is the request's fault; a dead engine is not.
-Held by tests/entrypoints/openai/test_adapter_route.py and test_lora_served.py.
+vLLM returns 500 for every failure to load. An adapter that does not fit is a client error; a dead
+engine is not.
 """
 
 from typing import Final
@@ -18,7 +18,7 @@ PATH: Final = "/v1/load_lora_adapter"
 
 
 def attach(app: FastAPI) -> None:
-    """Put a route over vLLM's; does nothing unless the server loads adapters at run time."""
+    """Replace vLLM's route, if the server loads adapters at run time."""
     stock = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == PATH), None)
     if stock is None:
         return

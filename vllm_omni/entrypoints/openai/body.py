@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the OpenAI routes: JSON or a form, in; fields and files, out, all within the body limit.
+"""Request bodies of the OpenAI routes, JSON or form, as fields and files within the size limit.
 
-A form's values are text: JSON-looking values of fields that hold objects or lists are read as JSON, and the brackets
-with which the `openai` client spreads an object over fields (`extra_params[step_ms]=5`) are put together again. Held
-by tests/entrypoints/openai/test_openai_parts.py.
+Values of a form are strings. For fields that contain objects or lists, values that look like JSON
+are parsed as JSON. The `openai` client spreads an object over several fields
+(`extra_params[step_ms]=5`), which are merged again.
 """
 
 import re
@@ -31,15 +31,22 @@ _BRACKETED: Final = re.compile(r"([a-z_]+)\[([A-Za-z0-9_]{1,64})\]")
 
 @dataclass(frozen=True)
 class Body:
-    """fields: parameter -> value (text, if the body is a form); files: field -> the bytes of its files, in order."""
+    """A parsed request body."""
 
     fields: dict[str, Any]
+    """Values by parameter; strings if the body is a form."""
     files: dict[str, list[bytes]] = field(default_factory=dict)
+    """Contents of uploaded files by field, in order."""
     is_form: bool = False
+    """Whether the body is a form. Default: False."""
 
 
 async def read_body(request: Request, max_bytes: int) -> Body:
-    """Read and take apart a request's body. Raises `ApiError` 400, 413 or 415."""
+    """Read and parse a request's body.
+
+    Raises:
+        ApiError: 400, 413 or 415.
+    """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     data = await _read_all(request, max_bytes)
     if content_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
@@ -96,7 +103,7 @@ async def _read_form(request: Request, data: bytes) -> Body:
                 else:
                     _add_field(fields, name, value)
     except (HTTPException, MultiPartException, UnicodeDecodeError, ValueError, KeyError, AttributeError):
-        # python-multipart and starlette raise these on bodies that do not follow their own boundary
+        # python-multipart and starlette raise these for bodies with invalid boundaries
         raise invalid(
             f"the form cannot be read; at most {_MAX_FILES} files and {_MAX_FIELDS} fields", code="invalid_form"
         ) from None
@@ -120,7 +127,11 @@ def _add_field(fields: dict[str, Any], name: str, value: str) -> None:
 
 
 def _number_or_text(value: str) -> Any:
-    """A form cannot say whether `5` is a number; a model's option that takes text would be quoted JSON."""
+    """Parse a value of a bracketed form field as JSON if possible.
+
+    A form does not distinguish the number `5` from text. Text for a model's option can be sent as
+    quoted JSON.
+    """
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/chat/completions` for models that read text, pictures and clips on the diffusion worker.
+"""`/v1/chat/completions` for models that understand text, images and videos on the diffusion
+worker.
 
-A call is a conversation that ends with a user message: system messages first, then turns of user and assistant, in all
-of which at most one `image_url` or `video_url` (`data:` URLs) stands. Fields that general clients send with values that
-ask for nothing are taken; those beyond these models' abilities are errors (`chat_request.py`). An answer is
-one engine request; a streamed one is a session, one request for each few tokens, so that a slow reader holds up nobody
-and a client that leaves costs the piece in flight. The inputs a model reads are its `Capabilities.reads`.
-Models that generate text through stock vLLM are served by vLLM's own route of this name.
-Held by tests/entrypoints/openai/test_openai_chat.py.
+A call is a conversation that ends with a user message: system messages first, then user and
+assistant messages, with at most one `image_url` or `video_url` (`data:` URLs). Fields with neutral
+values, which general clients send, are accepted. Fields beyond the abilities of these models are
+errors (`chat_request.py`).
+
+A response is one engine request. A streamed response is a session with one request for every few
+tokens, so that a slow client does not block others and a disconnect wastes at most one request.
+`Capabilities.reads` lists the inputs of a model. Models that generate text through stock vLLM use
+vLLM's own route of this name.
 """
 
 import asyncio
@@ -49,17 +52,26 @@ _PIECE_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: the request, and the picture or clip it is about, if any."""
+    """One call."""
 
     request: ChatRequest
+    """The request."""
     model: str
+    """Name of the model in replies."""
     prompt: str
+    """The last user message."""
     seed: int
+    """Seed of the sampling."""
     lora: list[Lora] | None
+    """LoRA adapters. None: unchanged."""
     options: dict[str, Any]
+    """Options of the model."""
     arrays: dict[str, np.ndarray]
+    """The image or clip of the conversation, if any."""
     id: str
+    """Id of the response."""
     created: int
+    """Unix time of the response in seconds."""
 
 
 class ChatRoutes:
@@ -93,7 +105,11 @@ class ChatRoutes:
     # -- the question --------------------------------------------------------------------------------------------------
 
     async def _read(self, request: Request, asked: ChatRequest) -> _Call:
-        """Check the messages and decode the picture or clip, off the event loop. Raises `ApiError` 400."""
+        """Check the messages, and decode the image or clip on a thread.
+
+        Raises:
+            ApiError: 400.
+        """
         lora = self._served.adapter_named(asked.model)
         talk = read_conversation(asked.messages)
         arrays = {} if talk.seen is None else await self._look(request, talk.seen)
@@ -154,7 +170,7 @@ class ChatRoutes:
         }
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
-        """Server-sent events, one for each piece of the answer. The session ends with the stream, however it ends."""
+        """Server-sent events, one for each part of the response. The session ends with the stream."""
         arrays = call.arrays
         params = DiffusionParams(
             session_id=call.id,
@@ -190,7 +206,7 @@ class ChatRoutes:
     async def _close(self, session_id: str) -> None:
         try:
             await self._engine.close(session_id)
-        except RequestFailed:  # the engine is going down: it frees the session itself
+        except RequestFailed:  # the engine is shutting down and frees the session itself
             return
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat completion's request: its fields, and the conversation that its messages are. Knows no engine and no model.
+"""Fields and messages of a chat completion request, independent of engine and model.
 
-General clients send many fields with values that ask for nothing (`presence_penalty` 0, `tools` []): those are taken.
-A value that asks for a function these models lack is an error that names the field.
-Held by tests/entrypoints/openai/test_chat_request.py.
+General clients send many fields with neutral values (`presence_penalty` 0, `tools` []), which are
+accepted. A value that requires a function these models lack is an error that names the field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 _MAX_MESSAGES: Final = 256
 _MAX_CHARS: Final = 4 * MAX_PROMPT_CHARS
-"""Of all messages together."""
+"""Maximum number of characters of all messages together."""
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 
@@ -62,7 +61,7 @@ class AskingMessage(_Strict):
 
 
 class AssistantMessage(_Strict):
-    """An earlier answer, as this route gave it."""
+    """An earlier response of this route."""
 
     role: Literal["assistant"]
     content: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | list[TextPart] | None = None
@@ -112,7 +111,7 @@ class ChatRequest(_Strict):
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted, not used.")
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used.")
-    # Functions these models lack: only values that ask for nothing are taken (`_UNSUPPORTED`).
+    # Functions that these models lack: only neutral values are accepted (`_UNSUPPORTED`).
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -144,7 +143,11 @@ _UNSUPPORTED: Final = {
 
 
 def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
-    """Check a body. Raises `ApiError` 400; `unsupported_parameter` for functions that only OpenAI's models have."""
+    """Check a body.
+
+    Raises:
+        ApiError: 400; `unsupported_parameter` for functions that only OpenAI's models have.
+    """
     try:
         return read_request(ChatRequest, fields)
     except ApiError as error:
@@ -156,17 +159,27 @@ def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
 
 @dataclass(frozen=True)
 class Conversation:
-    """seen: the picture or clip. seen_in: the earlier turn that shows it; None = the question does, or nothing is."""
+    """A conversation that ends with a question."""
 
     system: str | None
+    """System message."""
     turns: list[dict[str, str]]
+    """Earlier messages: `role` and `text`."""
     question: str
+    """The last user message."""
     seen: ImagePart | VideoPart | None
+    """The image or clip. None: text only."""
     seen_in: int | None
+    """Index of the turn that contains the image or clip. None: the question does, or there is none.
+    """
 
 
 def read_conversation(messages: Sequence[AskingMessage | AssistantMessage]) -> Conversation:
-    """Sort messages out. Raises `ApiError` 400."""
+    """Check and sort messages.
+
+    Raises:
+        ApiError: 400.
+    """
     system: list[str] = []
     turns: list[dict[str, str]] = []
     shown: list[tuple[int, ImagePart | VideoPart]] = []
@@ -190,7 +203,7 @@ def read_conversation(messages: Sequence[AskingMessage | AssistantMessage]) -> C
         raise invalid("the last message must be a user message", "messages")
     if len(shown) > 1:
         raise invalid(
-            f"messages hold {len(shown)} pictures and clips; this model looks at one in a conversation", "messages"
+            f"messages hold {len(shown)} images and clips; this model accepts one per conversation", "messages"
         )
     if (chars := sum(map(len, system)) + sum(len(turn["text"]) for turn in turns)) > _MAX_CHARS:
         raise invalid(f"messages have {chars} characters; at most {_MAX_CHARS}", "messages", "context_length_exceeded")

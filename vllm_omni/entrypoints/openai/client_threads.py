@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ClientThreads`: images and clips of clients are decoded on threads that no client can take from all the others.
+"""`ClientThreads`: decodes images and clips on threads, with a limit for each client.
 
-Of each client, a key or an address, only some files are decoded at once; further ones wait, and too many are refused.
-Clips, which may take seconds, have threads of their own. A client that leaves has its work stopped.
-Held by tests/entrypoints/openai/test_client_threads.py.
+A client is an API key or an address. Only a few files of a client are decoded at the same time;
+others wait, and too many are refused. Clips, which may take seconds, have separate threads. If a
+client disconnects, its work is cancelled.
 """
 
 import asyncio
@@ -26,19 +26,25 @@ _CLIP_THREADS: Final = 2
 _IMAGES_PER_CLIENT: Final = 2
 _CLIPS_PER_CLIENT: Final = 1
 _WAITING_PER_CLIENT: Final = 16
-"""Files of a client that may wait, each as large as a body may be."""
+"""Maximum number of files of a client that wait, each as large as a body may be."""
 
 
 @dataclass
 class _Turn:
-    """num_users: files of one client that are decoded or wait."""
+    """Limit of one client."""
 
     semaphore: asyncio.Semaphore
+    """Limits the files that are decoded at the same time."""
     num_users: int = 0
+    """Number of files that are decoded or wait."""
 
 
 class ClientThreads:
-    """executor: threads of images, which the server also uses for other short work."""
+    """Decodes files of clients.
+
+    Args:
+        executor: Threads for images, which the server also uses for other short work.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -46,16 +52,19 @@ class ClientThreads:
         self._turns: dict[tuple[str, str], _Turn] = {}
 
     async def image(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Call `function` for the client of `request`.
+        """Call a function on a thread for the client of a request.
 
-        Raises `ApiError` 429, and `ClientDisconnect` when the client has left.
+        Raises:
+            ApiError: 429, too many files of this client wait.
+            ClientDisconnect: The client has disconnected.
         """
         return await until_disconnected(
             request, self._run("image", _IMAGES_PER_CLIENT, request, lambda _: function(*args))
         )
 
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Likewise, with a last argument for `function`: whether the client has left, to be called often."""
+        """Like `image`, for a clip. The function's last argument returns whether the client has
+        left."""
 
         def decode(has_left: Callable[[], bool]) -> T:
             return function(*args, has_left)
@@ -71,9 +80,10 @@ class ClientThreads:
                 return await asyncio.shield(ended)
             except asyncio.CancelledError:
                 left.set()
-                if not work.cancel():  # it has begun: the thread is this client's until it ends
+                # the thread is running and counts for this client until it ends
+                if not work.cancel():
                     await asyncio.wait([ended])
-                    ended.exception()  # noted as seen: nobody waits for it
+                    ended.exception()  # retrieve the exception, so that asyncio does not report it
                 raise
 
     @asynccontextmanager
@@ -82,7 +92,7 @@ class ClientThreads:
         if turn.num_users >= most + _WAITING_PER_CLIENT:
             raise ApiError(
                 429,
-                f"{turn.num_users} files of yours are being read or wait; try again later",
+                f"{turn.num_users} of your files are being decoded or wait; try again later",
                 code="too_many_requests",
                 retry_after_s=2,
             )

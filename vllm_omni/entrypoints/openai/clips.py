@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clips that clients send, as arrays: decoded off the event loop, at the rate and length that the served model takes.
-
-Held by tests/entrypoints/openai/test_openai_parts.py.
-"""
+"""Decodes clients' clips to arrays, at the rate and length that the served model accepts."""
 
 import base64
 import binascii
@@ -19,21 +16,22 @@ from vllm_omni.entrypoints.realtime.images import format_name
 
 _MAX_CLIP_SECONDS: Final = 600.0
 _CLIP_SIDE: Final = 1024
-"""Longest side in pixels that a clip's frames are sent to the engine with; models look at less."""
+"""Longest side in pixels of the frames that are sent to the engine. Models use smaller ones."""
 
 _MAX_FRAMES: Final = 36_000
 _MAX_FRAME_PIXELS: Final = 4096 * 4096
 _MAX_PIXELS: Final = 1 << 32
-"""Of all frames of a clip, for example 69 s of 1920x1080 at 30 frames a second: some ten seconds of one core."""
+"""Maximum number of pixels of all frames, for example 69 s of 1920x1080 at 30 frames per second.
+Decoding them takes about ten seconds on one core."""
 
 _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-"""First boxes of MP4 and QuickTime files; older MOV files have no `ftyp`."""
+"""First boxes of MP4 and QuickTime files. Older MOV files have no `ftyp`."""
 
 
 def is_clip(source: Any) -> bool:
-    """Whether an upload says that it is a video: a `data:video/` URL, or its first bytes are a container's.
+    """Return whether an upload is a video: a `data:video/` URL, or the first bytes of a container.
 
-    AVIF and HEIC begin as MP4 does, and are pictures.
+    AVIF and HEIC files start like MP4 but are images.
     """
     if isinstance(source, str):
         return source.startswith("data:video/")
@@ -51,7 +49,7 @@ _TS_PACKET, _TS_SYNC = 188, 0x47
 
 
 class ClientLeftError(Exception):
-    """A clip's client has left: nobody waits for its frames."""
+    """The client of a clip has disconnected."""
 
 
 def read_clip(
@@ -61,19 +59,24 @@ def read_clip(
     param: str,
     has_left: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
-    """Decode a video, a file or a `data:` URL: at most `rate` frames a second, `most_frames` of them, evenly spread.
+    """Decode a video file or `data:` URL with a limited frame rate and number of frames.
 
-    Frames are as players show them (`as_displayed`). The size of the work is bounded before anything is decoded.
+    Frames are evenly spread and rotated as players show them (`as_displayed`). The amount of work
+    is limited before decoding.
 
     Args:
-        has_left: Whether the client has left; asked for every frame.
+        source: Bytes of a file, or a `data:` URL.
+        rate: Maximum frame rate.
+        most_frames: Maximum number of frames.
+        param: Name of the field, for errors.
+        has_left: Returns whether the client has disconnected. Called for every frame.
 
     Returns:
         uint8 [T, H, W, 3], T >= 1.
 
     Raises:
-        ApiError: 400, the file is no video, or too large a one.
-        ClientLeftError: `has_left` has become true.
+        ApiError: 400, the file is not a video or is too large.
+        ClientLeftError: `has_left` returned True.
     """
     try:
         data = base64.b64decode(source.partition(",")[2], validate=True) if isinstance(source, str) else source
@@ -86,7 +89,7 @@ def read_clip(
         frames, pixels_left = [], _MAX_PIXELS
         with av.open(io.BytesIO(data), mode="r") as container:
             stream = container.streams.video[0]
-            # Frames may be larger than the file says: FFmpeg refuses those. One clip, one core.
+            # FFmpeg refuses frames that are larger than the file declares. Each clip uses one core.
             stream.codec_context.options = {"max_pixels": str(_MAX_FRAME_PIXELS)}
             stream.codec_context.thread_count = 1
             for number, frame in enumerate(container.decode(stream)):
@@ -107,7 +110,12 @@ def read_clip(
 
 
 def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int, float]:
-    """Count a clip's frames by its packets, without decoding any, and its seconds. Raises `ApiError` and as above."""
+    """Return a clip's frames, counted by packets without decoding, and its seconds.
+
+    Raises:
+        ApiError: 400, the clip is empty, too long or too large.
+        ClientLeftError: The client has disconnected.
+    """
     with av.open(io.BytesIO(data), mode="r") as container:
         stream = container.streams.video[0]
         fps = float(stream.average_rate or 12)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the OpenAI routes: `{"error": {"message", "type", "param", "code"}}` and a matching HTTP status.
+"""Errors of the OpenAI routes: `{"error": {"message", "type", "param", "code"}}` with an HTTP
+status.
 
-Every failure of a route is an `ApiError`; `answer_errors` turns it, and whatever else is raised, into that reply.
-Texts are made here or come from `RequestFailed` and `DoorError`, which hold no path or address. Held by
-tests/entrypoints/openai/test_openai_parts.py.
+Every failure of a route becomes an `ApiError`; `answer_errors` converts it and all other exceptions
+to that reply. Messages come from this package, `RequestFailed` or `DoorError` and contain no paths
+or addresses.
 """
 
 import functools
@@ -24,7 +25,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 P = ParamSpec("P")
 
-# Failures that are not the client's fault; everything else a model refuses is about the request.
+# Failures that are not client errors. All other refusals of a model are about the request.
 _STATUS: Final = {
     "capacity": 503,
     "oom": 503,
@@ -39,11 +40,19 @@ _STATUS: Final = {
     STORAGE_FULL: 507,
 }
 _RETRY_AFTER_S: Final = {"capacity": 2, "oom": 5, "cancelled": 1, STORAGE_FULL: 30}
-DISK_FULL: Final = "the server has no room on its disk; try again later"
+DISK_FULL: Final = "the server's disk is full; try again later"
 
 
 class ApiError(Exception):
-    """One call is refused. code: a stable word; param: the field at fault; retry_after_s: when to try again."""
+    """One call is refused.
+
+    Args:
+        status: HTTP status.
+        message: Explanation for a human reader.
+        code: Stable identifier of the error.
+        param: Field that is at fault.
+        retry_after_s: Seconds after which the client may retry.
+    """
 
     def __init__(
         self,
@@ -79,7 +88,7 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
 
 
 def from_failure(failure: RequestFailed | DoorError) -> ApiError:
-    """HTTP error for a failure of the engine, the model or the image reader."""
+    """Return the HTTP error for a failure of the engine, the model or the image reader."""
     status = _STATUS.get(failure.code, 400)
     retry_after_s: float | None = _RETRY_AFTER_S.get(failure.code)
     param = None
@@ -93,7 +102,7 @@ def from_failure(failure: RequestFailed | DoorError) -> ApiError:
 def answer_errors(
     route: Callable[Concatenate[Any, P], Awaitable[Response]],
 ) -> Callable[Concatenate[Any, P], Awaitable[Response]]:
-    """Decorate a route method: whatever it raises becomes an error reply, and nothing reaches vLLM's own handlers."""
+    """Decorate a route method: exceptions become error replies and never reach vLLM's handlers."""
 
     @functools.wraps(route)
     async def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Response:
@@ -104,7 +113,7 @@ def answer_errors(
         except (RequestFailed, DoorError) as failure:
             return from_failure(failure).response()
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         except OSError as error:
             if not is_disk_full(error):
                 logger.exception("%s failed", route.__qualname__)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/images/generations`, `/v1/images/edits` and `/v1/files/{id}/content`: pictures while the client waits.
+"""`/v1/images/generations`, `/v1/images/edits` and `/v1/files/{id}/content`: synchronous image
+calls.
 
-A client that leaves cancels its engine requests. Held by tests/entrypoints/openai/test_openai_served.py.
+If a client disconnects, its engine requests are aborted.
 """
 
 import asyncio
@@ -48,22 +49,29 @@ _NO_USAGE: Final = {
     "output_tokens": 0,
     "total_tokens": 0,
 }
-"""The `openai` client's event type wants the field; a diffusion model counts no tokens."""
+"""The `openai` client requires the field, although a diffusion model counts no tokens."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One image call: its engine requests, their inputs, and how pictures are returned."""
+    """One image call."""
 
     request: ImageGenerationRequest
+    """The request."""
     plan: PicturePlan
+    """Its engine requests."""
     arrays: dict[str, np.ndarray]
+    """Input arrays by name."""
     output_format: Format
+    """Encoding of the images."""
     base_url: str
+    """URL of the server, for links to files."""
     principal: str
+    """The client."""
     is_edit: bool
+    """Whether the call is an edit."""
 
 
 class ImageRoutes:
@@ -147,7 +155,7 @@ class ImageRoutes:
             door_metrics().request_done(ENDPOINT, "refused", 0.0)
             raise ApiError(
                 429,
-                f"{self._num_calls} image calls are at work or waiting; try again later",
+                f"{self._num_calls} image calls are running or waiting; try again later",
                 code="too_many_requests",
                 retry_after_s=2,
             )
@@ -175,7 +183,7 @@ class ImageRoutes:
         return JSONResponse(reply.model_dump(exclude_none=True))
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
-        """Server-sent events, one for each picture as it is finished."""
+        """Server-sent events, one for each finished image."""
         kind = "image_edit.completed" if call.is_edit else "image_generation.completed"
         try:
             with _Accounting(self, call):
@@ -196,14 +204,14 @@ class ImageRoutes:
             yield _event("error", msgspec.json.decode(bytes(from_failure(failure).response().body)))
 
     async def _pictures(self, call: _Call, params: DiffusionParams) -> list[tuple[bytes, tuple[int, int]]]:
-        """Run one engine request; returns `(file, (width, height))` of its pictures."""
+        """Run one engine request. Return `(file, (width, height))` of each image."""
         async with self._places:
             started_s = time.monotonic()
             meta, results = await self._engine.run_when_room(
                 params, call.arrays, timeout_s=self._limits.request_timeout_s, wait_s=self._limits.image_wait_s
             )
         if "images" not in results or len(results["images"]) != params.num_images:
-            raise RequestFailed("engine_error", "the model did not make the pictures asked for")
+            raise RequestFailed("engine_error", "the model did not return the requested images")
         door_metrics().stages(ENDPOINT, meta.get("timings_ms", {}), time.monotonic() - started_s)
         asked = call.request
         return [
@@ -227,7 +235,7 @@ class ImageRoutes:
 
 
 class _Accounting:
-    """Counts a call while it is at work, and says afterwards how it went."""
+    """Count a call while it runs, and its outcome afterwards."""
 
     def __init__(self, routes: ImageRoutes, call: _Call) -> None:
         self._routes, self._call = routes, call
@@ -259,7 +267,8 @@ class _Accounting:
 
 
 def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
-    """The pictures of an edit in the client's order, and the mask; `images` is taken out of the fields."""
+    """Return the images of an edit in the client's order, and the mask. Removes `images` from the
+    fields."""
     files = dict(body.files)
     sources: list[Any] = [*files.pop("image", [])]
     masks = files.pop("mask", [])
@@ -278,7 +287,7 @@ def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
 
 
 def _inline(reference: dict[str, Any], param: str) -> str:
-    """The `data:` URL of a JSON reference to a picture; nothing is fetched from elsewhere."""
+    """Return the `data:` URL of a JSON image reference. Other URLs are not fetched."""
     url = reference.get("image_url")
     if set(reference) != {"image_url"} or not isinstance(url, str) or not url.startswith("data:"):
         raise invalid(
@@ -292,7 +301,7 @@ def _event(kind: str, payload: Any) -> bytes:
 
 
 async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once; the first failure ends the others and is raised."""
+    """Run coroutines concurrently. The first failure cancels the others and is raised."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

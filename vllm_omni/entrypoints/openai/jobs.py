@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`VideoJobs`: video jobs of this API server process, from acceptance to a terminal state.
 
-A job is accepted at once, waits for one of `max_running_videos` places, then for room in the engine, and always ends:
-completed with its files in the store, or failed with a reason. It belongs to no connection. Ending it cancels its
-engine request, which stops before the next denoise step. Progress comes from the workers, is monotonic and reaches 100
-only with the file. Knows no HTTP.
+A job is accepted at once. It waits for one of `max_running_videos` slots and then for capacity in
+the engine. It always ends: completed with its files in the store, or failed with a reason. Jobs are
+independent of connections. Ending a job aborts its engine request before the next denoise step.
+Progress comes from the workers, never decreases, and reaches 100 only with the file. This module
+knows no HTTP.
+
 Why not a task queue (Celery, arq): a job is one request to this process's engine and ends with it,
 so a broker would add a process and no durability.
-Held by tests/entrypoints/openai/test_openai_served.py.
 """
 
 import asyncio
@@ -51,14 +52,23 @@ T = TypeVar("T")
 @dataclasses.dataclass(eq=False)
 class _Job:
     record: JobRecord
+    """Record of the job, as stored."""
     plan: VideoPlan
+    """Parameters of the video."""
     arrays: dict[str, np.ndarray]
+    """Input arrays by name."""
     session_id: str
+    """The engine's id of the job's session."""
     num_chunks: int
+    """Number of engine requests."""
     chunks_done: int = 0
+    """Number of finished engine requests."""
     ending: Ending | None = None
+    """Whether a client has requested cancellation or deletion."""
     started_s: float | None = None
+    """Monotonic start time in seconds. None: still queued."""
     task: asyncio.Task[dict[str, str] | None] | None = None
+    """The task that runs the job. Its result is the error."""
 
 
 class VideoJobs:
@@ -80,20 +90,33 @@ class VideoJobs:
         return len(self._jobs) >= self._limits.max_running_videos + self._limits.max_queued_videos
 
     def check_room(self) -> None:
-        """Raise `ApiError` 429 when no further job is accepted now."""
+        """Check whether another job is accepted now.
+
+        Raises:
+            ApiError: 429.
+        """
         if self.is_full:
             door_metrics().request_done(ENDPOINT, "refused", 0.0)
             raise ApiError(
                 429,
-                f"{len(self._jobs)} video jobs run or wait, which is as many as this server takes; try again later",
+                f"{len(self._jobs)} video jobs run or wait, the maximum of this server; try again later",
                 code="too_many_jobs",
                 retry_after_s=5,
             )
 
     async def submit(self, plan: VideoPlan, arrays: dict[str, np.ndarray], principal: str = ANONYMOUS) -> JobRecord:
-        """Accept a client's job. arrays: `image`, the first frame, or `video`, the clip to edit.
+        """Accept a client's job.
 
-        Raises `ApiError` 429.
+        Args:
+            plan: Parameters of the video.
+            arrays: `image`, the first frame, or `video`, the clip to edit.
+            principal: The client.
+
+        Returns:
+            Record of the job.
+
+        Raises:
+            ApiError: 429, too many jobs.
         """
         self.check_room()
         sampling = plan.sampling
@@ -111,7 +134,7 @@ class VideoJobs:
             principal=principal,
         )
         num_chunks = 1 if self._served.world is None else sum(1 for _ in self._chunks(plan))
-        self.store.write(record)  # raises if the disk is full: then there is no job
+        self.store.write(record)  # raises if the disk is full; then there is no job
         job = self._jobs[record.id] = _Job(record, plan, arrays, new_engine_id(), num_chunks)
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(lambda task: self._ended(job, task))
@@ -122,9 +145,15 @@ class VideoJobs:
         return record
 
     async def end(self, media_id: str, ending: Ending, principal: str = ANONYMOUS) -> JobRecord | None:
-        """Stop a client's job if it still runs, and with `delete` remove it.
+        """Stop a client's job if it still runs.
 
-        Returns its last record; None if this client has no such job.
+        Args:
+            media_id: Id of the job.
+            ending: `delete` also removes the job.
+            principal: The client.
+
+        Returns:
+            Its last record; None if this client has no such job.
         """
         record = self.store.read(media_id, principal)
         if record is None:
@@ -135,7 +164,7 @@ class VideoJobs:
             job.task.cancel()
             await asyncio.wait([job.task], timeout=_END_TIMEOUT_S)
         elif not record.is_terminal:
-            self.store.ask_to_end(media_id, ending)  # its owner is another process
+            self.store.ask_to_end(media_id, ending)  # another process owns the job
         elif ending == "delete":
             self.store.delete(media_id)
         return job.record if job is not None else self.store.read(media_id, principal) or record
@@ -143,7 +172,7 @@ class VideoJobs:
     # -- one job ---------------------------------------------------------------------------------------------------
 
     async def _run(self, job: _Job) -> dict[str, str] | None:
-        """Return the error, or None when the files are there."""
+        """Run a job. Return the error, or None when the files are complete."""
         try:
             async with self._places:
                 await self._generate(job)
@@ -161,7 +190,11 @@ class VideoJobs:
         return None
 
     def _ended(self, job: _Job, task: "asyncio.Task[dict[str, str] | None]") -> None:
-        """A done-callback, since a task cancelled before its first step never runs its own clean-up."""
+        """Finish a job.
+
+        This is a done-callback, because a task that is cancelled before its first step never runs
+        its own cleanup.
+        """
         if not task.cancelled():
             self._finish(job, task.result())
         elif job.ending is not None:
@@ -170,7 +203,7 @@ class VideoJobs:
             self._finish(job, {"code": "server_stopped", "message": "the server has stopped"})
 
     def _finish(self, job: _Job, error: dict[str, str] | None) -> None:
-        """The job's terminal state, written once; never raises, since nobody would see it."""
+        """Write the terminal state of a job. Never raises, because no caller would handle it."""
         record = job.record
         record.completed_s = time.time()
         record.expires_s = record.completed_s + self._limits.media_ttl_s
@@ -202,7 +235,7 @@ class VideoJobs:
         )
 
     async def _generate(self, job: _Job) -> None:
-        """Run the job's engine requests and write its files."""
+        """Run the engine requests of a job and write its files."""
         log_event("video_job_started", id=job.record.id, waited_s=time.time() - job.record.created_s)
         stem = self.store.path(job.record.id, "mp4").with_suffix("")
         job.started_s = time.monotonic()
@@ -227,7 +260,7 @@ class VideoJobs:
         job.record.inference_time_s = round(time.monotonic() - job.started_s, 3)
 
     async def _frames(self, job: _Job) -> AsyncGenerator[tuple[np.ndarray, float]]:
-        """Yield `(frames_THWC, fps)` pieces of the video in order."""
+        """Yield the frames of the video in order, in parts of `(frames_THWC, fps)`."""
         plan, arrays = job.plan, job.arrays
         if self._served.world is None:
             params = plan.sampling.params(job.session_id, num_frames=plan.num_frames, fps=plan.fps)
@@ -248,7 +281,7 @@ class VideoJobs:
             await self._close_session(job.session_id)
 
     def _chunks(self, plan: VideoPlan, session_id: str = "-") -> Iterator[DiffusionParams]:
-        """The requests of a world, chunk after chunk, until the video is long enough."""
+        """Yield the requests of a world model, one per chunk, until the video is long enough."""
         world = self._served.world
         assert world is not None
         left, latent_start = plan.num_frames, 0
@@ -278,7 +311,11 @@ class VideoJobs:
     async def _request(
         self, job: _Job, params: DiffusionParams, arrays: dict[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """One engine request; while the engine has no room, the job waits. Raises `RequestFailed`."""
+        """Run one engine request. The job waits while the engine has no capacity.
+
+        Raises:
+            RequestFailed: The request failed.
+        """
         sent_s = time.monotonic()
         meta, results = await self._engine.run_when_room(
             params, arrays, timeout_s=self._limits.request_timeout_s, wait_s=self._limits.queue_timeout_s
@@ -299,7 +336,7 @@ class VideoJobs:
     # -- progress ----------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """While jobs are here: ask the workers how far they are; end those that another process was asked to end."""
+        """Update the progress of all jobs, and end jobs that another process was asked to end."""
         asked_s = 0.0
         while self._jobs:
             for job in list(self._jobs.values()):
@@ -308,7 +345,7 @@ class VideoJobs:
                     job.ending = ending
                     job.task.cancel()
             if time.monotonic() - asked_s >= _PROGRESS_S and any(job.started_s for job in self._jobs.values()):
-                with contextlib.suppress(RequestFailed):  # the requests themselves will tell
+                with contextlib.suppress(RequestFailed):  # the requests themselves will fail
                     progress = await self._engine.progress()
                     for job in self._jobs.values():
                         if job.session_id in progress:
@@ -323,7 +360,7 @@ class VideoJobs:
         if record.is_terminal or (percent == record.progress and record.status == "in_progress"):
             return
         record.status, record.progress = "in_progress", percent
-        with contextlib.suppress(OSError):  # a full disk is told when the video is written
+        with contextlib.suppress(OSError):  # a full disk is reported when the video is written
             self.store.write(record)
         self._count()
 
@@ -334,7 +371,10 @@ class VideoJobs:
         waiting.labels(ENDPOINT, "in_progress").set(len(self._jobs) - queued)
 
     async def _off_loop(self, function: Callable[..., T], *args: Any) -> T:
-        """Run on the executor's threads; a cancellation waits for the thread, which cannot be stopped."""
+        """Run a function on the executor's threads.
+
+        Cancellation waits for the thread, which cannot be interrupted.
+        """
         future = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         try:
             return await asyncio.shield(future)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that leave while an answer is made: the work behind it is cancelled.
-
-Held by tests/entrypoints/openai/test_openai_served.py and test_openai_parts.py.
-"""
+"""Cancels the work for a response when its client disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,7 +12,11 @@ T = TypeVar("T")
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; when the client leaves first, cancel it. The request's body must have been read."""
+    """Run a coroutine and cancel it if the client disconnects. The body must have been read.
+
+    Raises:
+        ClientDisconnect: The client has disconnected.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MediaLimits`: every bound of the image and video routes, read once from the environment, frozen afterwards.
+"""`MediaLimits`: limits of the image and video routes, read once from the environment.
 
-Each field is the variable `VLLM_OMNI_` + its name in upper case (`VLLM_OMNI_MAX_QUEUED_VIDEOS=8`). Bounds of input
-pictures are `DoorLimits`' (`max_image_bytes`, `max_image_pixels`), shared with the realtime doors.
+Each field is the variable `VLLM_OMNI_` plus its name in upper case, for example
+`VLLM_OMNI_MAX_QUEUED_VIDEOS=8`. The limits of input images are in `DoorLimits` (`max_image_bytes`,
+`max_image_pixels`).
 """
 
 from typing import Annotated
@@ -15,28 +16,37 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)]
 
 
 class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one API server process, unless said otherwise.
-
-    max_body_bytes: a larger request body is refused with 413 while it arrives. max_image_requests: image calls at
-    work or waiting; one more is refused with 429. max_running_videos: video jobs in the engine at a time.
-    max_queued_videos: jobs that wait for that; one more is refused with 429. request_timeout_s: an engine request
-    (one picture, one video, one chunk) that takes longer is aborted. queue_timeout_s: a video job that found no room
-    in the engine for so long fails with `capacity`. media_dir: where finished files and job records are kept; empty =
-    a private temporary directory that goes with the server. Name one to keep videos over a restart, or to share it
-    between servers. media_ttl_s: finished files are removed after this. max_videos, max_media_bytes: finished jobs
-    and their files kept in the directory by all processes together; the oldest go first. stats_interval_s: how often
-    the engine is asked for the sessions and bytes it holds, for metrics and readiness.
-    """
+    """Limits of one API server process, unless stated otherwise."""
 
     max_body_bytes: Bytes = 64 << 20
+    """Maximum size of a request body in bytes. A larger one is refused with 413 while it arrives.
+    Default: 64 MiB."""
     max_image_requests: Count = 64
+    """Maximum number of running and waiting image calls. One more is refused with 429. Default: 64.
+    """
     max_running_videos: Count = 2
+    """Maximum number of video jobs in the engine. Default: 2."""
     max_queued_videos: Count = 32
+    """Maximum number of waiting video jobs. One more is refused with 429. Default: 32."""
     request_timeout_s: Seconds = 1800.0
+    """Seconds after which an engine request (one image, one video, one chunk) is aborted. Default:
+    1800."""
     queue_timeout_s: Seconds = 600.0
+    """Seconds after which a video job that waits for the engine fails with `capacity`. Default:
+    600."""
     image_wait_s: Seconds = 60.0
+    """Seconds after which an image call that waits for the engine fails with `capacity`. Default:
+    60."""
     media_dir: str = ""
+    """Directory of finished files and job records. Set it to keep videos over a restart or to share
+    them between servers. Default: a private temporary directory, removed with the server."""
     media_ttl_s: Seconds = 86_400.0
+    """Seconds after which finished files are removed. Default: 86400."""
     max_videos: Count = 256
+    """Maximum number of finished jobs in the directory, of all processes. The oldest are removed
+    first. Default: 256."""
     max_media_bytes: Bytes = 8 << 30
+    """Maximum size of their files in bytes. Default: 8 GiB."""
     stats_interval_s: Seconds = 15.0
+    """Seconds between two requests of the engine's statistics for metrics and readiness. Default:
+    15."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures between files and arrays: client uploads and replies.
+"""Conversion between image files and arrays: client uploads and replies.
 
-Uploads are read by `realtime/images.py` (format and size from the header before a pixel is decoded). All of it takes
-milliseconds of CPU: call it off the event loop. Held by tests/entrypoints/openai/test_openai_parts.py.
+`realtime/images.py` reads uploads (format and size from the header before pixels are decoded). Each
+function takes milliseconds of CPU time, so call it on a thread.
 """
 
 import io
@@ -23,7 +23,11 @@ _BEST_QUALITY: Final = 95
 
 
 def read_upload(source: Any, param: str, limits: DoorLimits) -> np.ndarray:
-    """An uploaded file, or a `data:` URL, as uint8 RGB `[H, W, 3]` in its own size. Raises `ApiError` 400."""
+    """Return an uploaded file or `data:` URL as uint8 RGB `[H, W, 3]` in its original size.
+
+    Raises:
+        ApiError: 400.
+    """
     try:
         return np.asarray(read_picture(source, limits)).copy()
     except DoorError as error:
@@ -31,7 +35,11 @@ def read_upload(source: Any, param: str, limits: DoorLimits) -> np.ndarray:
 
 
 def read_start_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.ndarray:
-    """Likewise, stretched to a video's size."""
+    """Return a start image, stretched to a video's size.
+
+    Raises:
+        ApiError: 400.
+    """
     try:
         return load_image(source, height, width, limits)
     except DoorError as error:
@@ -39,11 +47,16 @@ def read_start_image(source: Any, height: int, width: int, limits: DoorLimits) -
 
 
 def read_mask(data: bytes, height: int, width: int, limits: DoorLimits) -> np.ndarray:
-    """An edit's mask as uint8 `[H, W]`, 255 where the upload is transparent (paint here). Raises `ApiError` 400.
+    """Return the mask of an edit as uint8 `[H, W]`, 255 where the upload is transparent (to be
+    edited).
 
-    The file is a PNG or WebP with an alpha channel, of the picture's size.
+    The file must be a PNG or WebP with an alpha channel and the image's size.
+
+    Raises:
+        ApiError: 400.
     """
-    shown = read_upload(data, "mask", limits)  # refuses non-images and oversized ones before the alpha is decoded
+    # refuses invalid and oversized files before alpha is decoded
+    shown = read_upload(data, "mask", limits)
     if shown.shape[:2] != (height, width):
         raise invalid(
             f"mask is {shown.shape[1]}x{shown.shape[0]}, the image {width}x{height}: they must be equal", "mask"
@@ -62,7 +75,15 @@ def _refused(error: DoorError, param: str) -> ApiError:
 
 
 def encode_picture(image_HWC: np.ndarray, output_format: Format, compression: int | None, quality: str | None) -> bytes:
-    """One picture as a file. compression: OpenAI's `output_compression`, 0-100, of jpeg and webp; wins over quality."""
+    """Encode one image.
+
+    Args:
+        image_HWC: uint8 RGB.
+        output_format: File format.
+        compression: OpenAI's `output_compression`, 0 to 100, for jpeg and webp. Overrides
+            `quality`.
+        quality: OpenAI's `quality`.
+    """
     buffer = io.BytesIO()
     picture = Image.fromarray(np.ascontiguousarray(image_HWC))
     if output_format == "png":

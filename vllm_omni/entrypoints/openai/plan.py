@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a valid request to engine requests: sizes, lengths, seeds and defaults of the served model, or a refusal.
+"""Converts valid requests to engine requests, with sizes, lengths, seeds and defaults of the model.
 
-Pure: no I/O, no engine. Every refusal is an `ApiError` 400 (404 for another model's name) that names the field, the
-value received and the values allowed. Held by tests/entrypoints/openai/test_plan.py.
+There is no I/O and no engine. Every refusal is an `ApiError` 400 (404 for another model's name)
+that names the field, the received value and the allowed values.
 """
 
 import math
@@ -30,21 +30,36 @@ _MIN_SIDE = 8  # lower bound of height and width in `DiffusionParams`
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters common to pictures and videos. steps, guidance: None = fixed in the model."""
+    """Sampling parameters of images and videos."""
 
     model: str
+    """Name of the model in replies."""
     prompt: str | None
+    """Prompt. None: the model takes none."""
     negative_prompt: str | None
+    """Negative prompt."""
     width: int
+    """Width of the result in pixels."""
     height: int
+    """Height of the result in pixels."""
     seed: int
+    """Seed of the first image or of the video."""
     steps: int | None
+    """Number of denoise steps. None: fixed in the model."""
     guidance: float | None
+    """Scale of classifier-free guidance. None: fixed in the model."""
     lora: list[Lora] | None
+    """LoRA adapters. None: unchanged."""
     options: dict[str, Any]
+    """Options of the model."""
 
     def params(self, session_id: str, **fields: Any) -> DiffusionParams:
-        """A one-shot request with these parameters; `fields` add to them or replace them."""
+        """Return a one-shot request with these parameters.
+
+        Args:
+            session_id: The engine's id of the session.
+            fields: Further parameters, or other values.
+        """
         common: dict[str, Any] = {
             "session_id": session_id,
             "one_shot": True,
@@ -64,11 +79,14 @@ class Sampling:
 @dataclass(frozen=True)
 class PicturePlan:
     sampling: Sampling
+    """Sampling parameters of all images."""
     n: int
+    """Number of images."""
     images_per_request: int
+    """Maximum number of images in one engine request."""
 
     def requests(self) -> list[DiffusionParams]:
-        """Engine requests in the order of their pictures; picture i is drawn with `seed + i`."""
+        """Return the engine requests in the order of their images. Image i has the seed `seed + i`."""
         requests = []
         for start in range(0, self.n, self.images_per_request):
             count = min(self.images_per_request, self.n - start)
@@ -80,16 +98,18 @@ class PicturePlan:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """num_frames: of the file. actions: of a world, per latent frame; may be shorter than the video.
-
-    prompts: those of a world that follow the first one.
-    """
+    """Parameters of one video."""
 
     sampling: Sampling
+    """Sampling parameters."""
     num_frames: int
+    """Pixel frames of the file."""
     fps: float
+    """Playback rate in frames per second."""
     actions: list[ActionEntry]
+    """Actions per latent frame, for world models. May be shorter than the video."""
     prompts: tuple[TimedPrompt, ...] = ()
+    """Prompts after the first one, for world models."""
 
     @property
     def seconds(self) -> str:
@@ -103,7 +123,17 @@ def new_engine_id() -> str:
 def plan_pictures(
     request: ImageGenerationRequest, served: ServedModel, input_size: tuple[int, int] | None = None
 ) -> PicturePlan:
-    """input_size: (width, height) of an edit's first picture; `size` `auto`, or none, then keeps its shape."""
+    """Return the parameters of an image request.
+
+    Args:
+        request: The request.
+        served: The served model.
+        input_size: (width, height) of an edit's first image. Its shape is kept if `size` is `auto`
+            or absent. None: not an edit.
+
+    Raises:
+        ApiError: 400, the model does not support the request.
+    """
     capabilities = served.capabilities
     if not (capabilities.edits_images if input_size is not None else capabilities.makes_images):
         what = "edit pictures" if input_size is not None else "make pictures from text"
@@ -116,6 +146,16 @@ def plan_pictures(
 
 
 def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> VideoPlan:
+    """Return the parameters of a video request.
+
+    Args:
+        request: The request.
+        served: The served model.
+        has_image: Whether the client sent a start image.
+
+    Raises:
+        ApiError: 400, the model does not support the request.
+    """
     capabilities = served.capabilities
     if not capabilities.makes_videos:
         raise unsupported(served, "make videos")
@@ -149,7 +189,7 @@ def _check_prompt(request: VideoRequest, served: ServedModel) -> None:
 
 
 def _actions(request: VideoRequest, served: ServedModel) -> list[ActionEntry]:
-    """Each latent frame's actions, checked against the model's controls."""
+    """Return the actions of each latent frame, checked against the model's controls."""
     name = "actions" if request.actions else "camera_actions"
     if request.actions and request.camera_actions:
         raise invalid("send actions or camera_actions: one of the two", name)
@@ -169,7 +209,11 @@ def _actions(request: VideoRequest, served: ServedModel) -> list[ActionEntry]:
 
 
 def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
-    """Refuse, before the clip is decoded, fields that an edit of a clip cannot honour."""
+    """Check the fields of a clip edit before the clip is decoded.
+
+    Raises:
+        ApiError: 400, the model or an edit does not support a field.
+    """
     if "video_edit" not in served.capabilities.tasks:
         raise unsupported(served, "edit a video", "input_reference")
     follows = {"num_frames": request.num_frames, "seconds": request.seconds, "fps": request.fps}
@@ -185,7 +229,13 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
 
 
 def plan_video_edit(request: VideoRequest, served: ServedModel, clip_frames: int) -> VideoPlan:
-    """clip_frames: of the clip as it was read, at the model's frame rate. The model chooses the size from the clip."""
+    """Return the parameters of a clip edit. The model chooses the size from the clip.
+
+    Args:
+        request: The request.
+        served: The served model.
+        clip_frames: Frames of the decoded clip, at the model's frame rate.
+    """
     check_video_edit(request, served)
     sizes, stride = served.videos, served.capabilities.frame_stride
     sampling = _sampling(request, served, sizes, (sizes.width, sizes.height))
@@ -198,14 +248,14 @@ def unsupported(served: ServedModel, what: str, param: str | None = None) -> Api
 
 
 def fit_size(width: int, height: int, sizes: Sizes) -> tuple[int, int]:
-    """The allowed size nearest to that shape, not larger than it where possible."""
+    """Return the allowed size nearest to a shape, not larger than it where possible."""
     wide, high = sizes.multiple
     scale = min(1.0, math.sqrt(sizes.max_pixels / (width * height)), sizes.max_side / max(width, height))
     fitted = [
         max(side, -(-_MIN_SIDE // side) * side, int(length * scale) // side * side)
         for length, side in ((width, wide), (height, high))
     ]
-    # A very long picture: its short side was raised to the least, so the long one must give way.
+    # The short side of a very long image was raised to the minimum, so reduce the long one.
     if fitted[0] * fitted[1] > sizes.max_pixels:
         longer = 0 if fitted[0] > fitted[1] else 1
         side = (wide, high)[longer]
@@ -252,8 +302,9 @@ def _guidance(
 ) -> tuple[float | None, dict[str, Any]]:
     """Return the guidance scale and the model's options.
 
-    `true_cfg_scale` is an option of pipelines that have an argument of that name. Elsewhere it is another name of
-    `guidance_scale`; next to that, 1 (no guidance) is taken, because vLLM-Omni's nodes always send both.
+    `true_cfg_scale` is an option of pipelines that have an argument of that name. Elsewhere it is
+    an alias of `guidance_scale`. If both are sent, 1 (no guidance) is accepted, because vLLM-Omni's
+    nodes always send both.
     """
     scale, true_scale = request.guidance_scale, request.true_cfg_scale
     options = dict(request.extra_params or {})
@@ -314,7 +365,7 @@ def _num_frames(request: VideoRequest, served: ServedModel, fps: float) -> int:
 
 
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options must survive the way to the engine; the model says whether they make sense."""
+    """Check that options can be sent to the engine. The model checks their values."""
     try:
         size = len(msgspec.msgpack.encode(options))
     except (OverflowError, ValueError, TypeError, RecursionError, UnicodeEncodeError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and replies of the OpenAI routes as pydantic models: names, types, ranges; nothing depends on a model.
+"""Requests and replies of the OpenAI routes as pydantic models, independent of the served model.
 
-Field names and reply shapes are OpenAI's (openai-python 3.x types); ours are marked "extension". Checks against the
-served model's capabilities are `plan.py`'s. Held by tests/entrypoints/openai/test_openai_parts.py.
+Field names and reply shapes are OpenAI's (types of openai-python 3.x). Additional fields are marked
+"extension". `plan.py` checks requests against the capabilities of the served model.
 """
 
 from collections.abc import Mapping
@@ -33,21 +33,21 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuse booleans, which Python counts as 0 and 1."""
+    """Refuse booleans, because Python treats them as 0 and 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return value
 
 
 def _number(value: Any, info: ValidationInfo) -> Any:
-    """Also refuse text, but in forms, whose fields are all text."""
+    """Refuse booleans, and strings except in forms, where every field is a string."""
     if isinstance(value, str) and not (info.context or {}).get("is_form", False):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return _no_boolean(value)
 
 
 def _boolean(value: Any, info: ValidationInfo) -> Any:
-    """Refuse numbers, and text but in forms."""
+    """Refuse numbers, and strings except in forms."""
     is_text = isinstance(value, str) and not (info.context or {}).get("is_form", False)
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
         raise PydanticCustomError("bool_type", "Input should be a valid boolean")
@@ -63,9 +63,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class LoraChoice(BaseModel):
-    """A LoRA adapter by the name that the server gave it; scale: its strength.
+    """A LoRA adapter by its name on the server, with its scale.
 
-    vLLM-Omni's clients have the other names, and send an `int_id` that means nothing here.
+    vLLM-Omni's clients use the other names and send an `int_id`, which is ignored.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=True)
@@ -78,13 +78,13 @@ class LoraChoice(BaseModel):
 
 
 def _as_list(value: Any) -> Any:
-    """One adapter alone may be an object."""
+    """Accept a single adapter as an object."""
     return [value] if isinstance(value, dict) else value
 
 
 _LoraChoice = Annotated[
     LoraChoice,
-    WithJsonSchema(  # written out: no reference to a schema elsewhere
+    WithJsonSchema(  # inlined, without a reference to another schema
         {
             "type": "object",
             "properties": {
@@ -129,7 +129,11 @@ class _Request(BaseModel):
 
     @property
     def wanted_size(self) -> str | None:
-        """`WIDTHxHEIGHT`, "auto", or None, from `size` or from `width` and `height`. Raises `ApiError` 400."""
+        """`WIDTHxHEIGHT`, "auto" or None, from `size` or from `width` and `height`.
+
+        Raises:
+            ApiError: 400, the fields contradict each other.
+        """
         if self.width is None and self.height is None:
             return self.size
         if self.width is None or self.height is None:
@@ -152,40 +156,40 @@ class ImageGenerationRequest(_Request):
     background: Literal["auto", "opaque", "transparent"] | None = Field(None, description="`transparent` is refused.")
     moderation: Literal["low", "auto"] | None = Field(None, description="Accepted, not used.")
     style: Literal["vivid", "natural"] | None = Field(None, description="Accepted, not used.")
-    stream: Boolean | None = Field(None, description="Server-sent events, one for each finished picture.")
-    partial_images: Integer | None = Field(None, ge=0, le=3, description="Accepted; only finished pictures are sent.")
+    stream: Boolean | None = Field(None, description="Server-sent events, one for each finished image.")
+    partial_images: Integer | None = Field(None, ge=0, le=3, description="Accepted; only finished images are sent.")
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """Pictures travel beside it: the multipart files `image` or `image[]`, and `mask`; in JSON as `images`."""
+    """Images are separate: the multipart files `image` or `image[]`, and `mask`; in JSON `images`."""
 
     input_fidelity: Literal["high", "low"] | None = Field(None, description="Accepted, not used.")
 
 
 class VideoRequest(_Request):
-    prompt: Prompt | None = Field(None, description="Required, except by models that take none.")  # type: ignore[assignment]
+    prompt: Prompt | None = Field(None, description="Required, except by models that take no prompt.")  # type: ignore[assignment]
     seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = Field(
-        None, description="Length of the video, as text or number; the nearest length the model can make."
+        None, description="Length of the video in seconds, as text or number. The model's nearest length is used."
     )
     # extensions
-    n: Integer | None = Field(None, ge=1, le=1, description="Accepted: a request makes one video.")
+    n: Integer | None = Field(None, ge=1, le=1, description="Accepted: a request generates one video.")
     num_frames: Integer | None = Field(None, ge=1, le=10_000, description="Extension. Instead of `seconds`.")
     fps: Number | None = Field(None, gt=0, le=240, description="Extension. Frames per second of the video.")
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
         None,
         max_length=4096,
-        description="Extension, worlds only. Held keys (w a s d i j k l) for each latent frame; idle behind its end.",
+        description="Extension, worlds only. Held keys (w a s d i j k l) of each latent frame; no keys after its end.",
     )
     prompts: list[_TimedPrompt] | None = Field(
         None,
         max_length=MAX_PROMPTS,
-        description="Extension, worlds only. Prompts that follow `prompt`, each from its `seconds` or `chunk` on.",
+        description="Extension, worlds only. Later prompts, each from its `seconds` or `chunk` on.",
     )
     actions: list[Any] | None = Field(
         None,
         max_length=4096,
-        description="Extension, worlds only. Any of the model's controls for each latent frame: a list of held "
-        "buttons, or a map of buttons, axes and scroll; idle behind its end. Instead of camera_actions.",
+        description="Extension, worlds only. The model's controls of each latent frame: a list of held "
+        "buttons, or a map of buttons, axes and scroll; no action after its end. Instead of camera_actions.",
     )
 
 
@@ -209,7 +213,7 @@ class ImageData(BaseModel):
 
 
 class ImagesReply(BaseModel):
-    """`seed`: extension; picture i of the call was drawn with `seed + i`."""
+    """Reply of the image routes. `seed` is an extension: image i of the call has `seed + i`."""
 
     created: int
     data: list[ImageData]
@@ -226,11 +230,7 @@ class JobError(BaseModel):
 
 
 class Video(BaseModel):
-    """A video job. `fps`, `num_frames`, `seed`, `inference_time_s`, `world_poses`: extensions.
-
-    world_poses: [x_m, z_m, heading_degrees, pitch_degrees] of each latent frame; None = the camera's pose in the world
-    is unknown, or the video is not complete.
-    """
+    """A video job. `fps`, `num_frames`, `seed`, `inference_time_s` and `world_poses` are extensions."""
 
     id: str
     object: Literal["video"] = "video"
@@ -270,9 +270,15 @@ class VideoDeleted(BaseModel):
 
 
 def read_request(cls: type[M], fields: Mapping[str, Any], is_form: bool = False) -> M:
-    """Check a body's fields. Raises `ApiError` 400 naming the first wrong one, its value and the allowed values.
+    """Check the fields of a body.
 
-    is_form: numbers may be text.
+    Args:
+        cls: The pydantic model.
+        fields: The fields.
+        is_form: Whether numbers may be strings.
+
+    Raises:
+        ApiError: 400. It names the first invalid field, its value and the allowed values.
     """
     try:
         return cls.model_validate(dict(fields), context={"is_form": is_form})
@@ -311,11 +317,11 @@ _OTHER_NAMES: Final = {
     "loras": "lora",
     "extra_args": "extra_params",
 }
-"""Fields of other servers and this server's fields for the same."""
+"""Names of other servers' fields and this server's equivalents."""
 
 
 def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """Name the field to send instead of an unknown one, or the allowed fields."""
+    """Return the field to send instead of an unknown one, or the allowed fields."""
     name = str(location[-1])
     if location[0] == "lora":
         if "path" in name:
@@ -328,7 +334,7 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A wrong value as it may be repeated to the client: short, and never a container's contents."""
+    """Return an invalid value for the error message: shortened, and without contents of containers."""
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "...")
     if value is None or isinstance(value, bool | float):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OpenAIRoutes`: attaches the image and video routes to the server, with their OpenAPI description.
+"""`OpenAIRoutes`: the OpenAI-compatible routes and their OpenAPI description.
 
-Bodies are read by the routes themselves (one route takes JSON and forms, and errors have OpenAI's shape), so the
-body's schema is described here from the same pydantic models that check it. Held by
-tests/entrypoints/openai/test_openai_served.py and test_openai_schema.py.
+The routes read bodies themselves, because one route accepts JSON and forms, and errors have
+OpenAI's shape. The schema of a body is therefore generated here, from the pydantic models that
+check it.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -61,7 +61,7 @@ _LIST_PARAMETERS: Final = [
         "name": "after",
         "in": "query",
         "schema": {"type": "string"},
-        "description": "The id before the first one wanted.",
+        "description": "Id of the last video of the previous page.",
     },
 ]
 _VARIANT_PARAMETER: Final = {
@@ -72,7 +72,10 @@ _VARIANT_PARAMETER: Final = {
 
 
 class OpenAIRoutes:
-    """Routes of one API server process: `attach` while the application is built, `start` once there is an engine."""
+    """Routes of one API server process.
+
+    Call `attach` while the application is built, and `start` after engine startup.
+    """
 
     def __init__(self) -> None:
         self._images: ImageRoutes | None = None
@@ -157,7 +160,8 @@ class OpenAIRoutes:
             parameters=[_VARIANT_PARAMETER],
         )
 
-    # vLLM builds the application before the engine is there: these look the routes up when they are called.
+    # vLLM builds the application before engine startup, so these methods resolve the routes per
+    # call.
 
     @property
     def images(self) -> ImageRoutes:
@@ -170,42 +174,42 @@ class OpenAIRoutes:
         return self._videos
 
     async def _served_model(self) -> Response:
-        """Name and tasks of the model, for the web page of one without sessions."""
+        """Name and tasks of the model, for the web page of a model without sessions."""
         capabilities = self.served.capabilities
         told = {"model": self.served.names[0], "tasks": capabilities.tasks, "reads": capabilities.reads}
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
     async def _generations(self, request: Request) -> Response:
-        """Make pictures from text."""
+        """Generate images from text."""
         return await self.images.generations(request)
 
     async def _edits(self, request: Request) -> Response:
-        """Make pictures from pictures and text."""
+        """Generate images from images and text."""
         return await self.images.edits(request)
 
     async def _file_content(self, request: Request, file_id: str) -> Response:
-        """A picture made with `response_format` `url`."""
+        """Download an image that was generated with `response_format` `url`."""
         return await self.images.file_content(request, file_id)
 
     async def _chat_completions(self, request: Request) -> Response:
-        """Ask about a picture or a clip."""
+        """Ask a question about an image or a video."""
         assert self._chat is not None, "vLLM initialises state before it serves"
         return await self._chat.completions(request)
 
     async def _create_video(self, request: Request) -> Response:
-        """Start a video job; returns at once."""
+        """Start a video job. Returns at once."""
         return await self.videos.create(request)
 
     async def _list_videos(self, request: Request) -> Response:
-        """Video jobs, newest first."""
+        """List video jobs, newest first."""
         return await self.videos.list_jobs(request)
 
     async def _retrieve_video(self, request: Request, video_id: str) -> Response:
-        """A video job and its progress."""
+        """Retrieve a video job and its progress."""
         return await self.videos.retrieve(request, video_id)
 
     async def _delete_video(self, request: Request, video_id: str) -> Response:
-        """Remove a video job; one that still runs stops before its next denoise step."""
+        """Delete a video job. A running one stops before its next denoise step."""
         return await self.videos.delete(request, video_id)
 
     async def _cancel_video(self, request: Request, video_id: str) -> Response:
@@ -213,7 +217,7 @@ class OpenAIRoutes:
         return await self.videos.cancel(request, video_id)
 
     async def _video_content(self, request: Request, video_id: str) -> Response:
-        """The finished MP4 (`Range` is honoured), its thumbnail, or a sprite sheet."""
+        """Download the finished MP4 (supports `Range`), its thumbnail or a sprite sheet."""
         return await self.videos.content(request, video_id)
 
 
@@ -258,7 +262,7 @@ def _add(
 
 
 def _schema(model: type[BaseModel], more: dict[str, Any] | None = None, required: Sequence[str] = ()) -> dict[str, Any]:
-    """A model's JSON schema with the properties that travel beside its fields."""
+    """Return a model's JSON schema with additional properties."""
     schema = model.model_json_schema()
     schema["properties"] = {**schema["properties"], **(more or {})}
     schema["required"] = [*schema.get("required", ()), *required]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ServedModel`: names, capabilities and (of a world) geometry of the model behind the OpenAI routes, fully resolved.
+"""`ServedModel`: names, capabilities and geometry of the model behind the OpenAI routes.
 
-Fields a family leaves open (default size, largest area) is filled in from the deployment here, so that routes compare
-numbers and never ask twice.
+Fields that a family leaves open (default size, largest area) are filled in from the deployment
+here, so routes find definite values.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,35 +25,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Default width and height of a result in pixels, and its limits. multiple: (width, height) are multiples of it."""
+    """Default size of a result, and its limits."""
 
     width: int
+    """Default width in pixels."""
     height: int
+    """Default height in pixels."""
     max_pixels: int
+    """Maximum number of pixels."""
     max_side: int
+    """Maximum width and height in pixels."""
     multiple: tuple[int, int]
+    """(width, height) must be multiples of it, in pixels."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """names: the served model's names, the first in replies. width, height, max_pixels: never None here.
-
-    max_sessions: over all data-parallel ranks. adapters: names of the LoRA adapters that are loaded now.
-    """
+    """The served model, with all defaults filled in."""
 
     names: tuple[str, ...]
+    """Names of the model. Replies contain the first one."""
     capabilities: Capabilities
+    """Capabilities of the model's family."""
     width: int
+    """Default width of videos in pixels."""
     height: int
+    """Default height of videos in pixels."""
     max_pixels: int
+    """Maximum number of pixels of a frame."""
     max_sessions: int
+    """Maximum number of sessions over all data-parallel ranks."""
     world: WorldFacts | None = None
+    """Stream metadata of a world model. None: the model has no sessions."""
     adapters: Callable[[], Collection[str]] = tuple
+    """Returns the names of the LoRA adapters that are loaded now."""
 
     def adapter_named(self, model: str | None) -> list[Lora]:
-        """Return the adapter that a request selects by its `model`, as vLLM's clients do; [] for the model itself.
+        """Return the adapter that a request selects by `model`, as vLLM's clients do.
 
-        Raises `ApiError` 404 for any other name.
+        Returns:
+            The adapter; [] for the model itself.
+
+        Raises:
+            ApiError: 404, the name is unknown.
         """
         if model is None or model in self.names:
             return []

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MediaStore`: finished files and the records of video jobs, in one directory that several server processes may share.
+"""`MediaStore`: finished files and records of video jobs, in a directory that processes may share.
 
-A record is a small JSON file, replaced as a whole; files lie beside it under the record's id. Only the process that
-made a job writes its record; another process that is asked to end it leaves a request file, which the owner looks
-for. A process holds a lock while it lives, so that a job whose process has died is known to have failed. Names come
-from here, never from a client. Everything is bounded: finished jobs by count, bytes and age; the oldest go first.
+A record is a small JSON file that is replaced atomically. Files are next to it under the record's
+id. Only the process that created a job writes its record. To end a job of another process, a
+process writes a request file, which the owner polls. A process holds a lock while it lives, so that
+a job of a dead process is known to have failed. Names are generated here and never come from
+clients. The number, size and age of finished jobs are limited; the oldest are removed first.
 
-Blocking file operations of a few hundred bytes to some MB: call off the event loop where many records are read.
-Held by tests/entrypoints/openai/test_store.py.
+File operations block for a few hundred bytes to some MB. Call them on a thread if many records are
+read.
 """
 
 import base64
@@ -45,30 +46,46 @@ _SUFFIXES: Final = ("json", "mp4", "webp", "jpg", "png", "jpeg", "ending")
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
-    """A video job as it is kept. created_s: Unix time with fraction, orders lists. file_bytes: of all its files.
-
-    principal: the client that made it (`access.owner_of`); for all others there is no such job.
-    """
+    """A stored video job."""
 
     id: str
+    """Id of the job."""
     owner: str
+    """The process that runs the job."""
     model: str
+    """Name of the model."""
     prompt: str
+    """Prompt."""
     size: str
+    """`WIDTHxHEIGHT` in pixels."""
     seconds: str
+    """Length of the video in seconds, as text."""
     fps: float
+    """Frames per second."""
     num_frames: int
+    """Pixel frames of the video."""
     seed: int
+    """Seed of the noise."""
     created_s: float
+    """Unix time of creation in seconds, with fraction, because lists are ordered by it."""
     status: Status = "queued"
+    """State of the job."""
     progress: int = 0
+    """Progress in percent, 0 to 100."""
     completed_s: float | None = None
+    """Unix time of the end in seconds."""
     expires_s: float | None = None
+    """Unix time of removal in seconds."""
     error: dict[str, str] | None = None
+    """`code` and `message` of a failure."""
     inference_time_s: float | None = None
+    """Duration of generation in seconds."""
     world_poses: list[list[float]] | None = None
+    """World pose of each latent frame: x_m, z_m, heading_degrees, pitch_degrees. Default: unknown."""
     file_bytes: int = 0
+    """Size of all files of the job in bytes."""
     principal: str = ANONYMOUS
+    """Client that created the job (`access.owner_of`). Other clients cannot see it."""
 
     @property
     def is_terminal(self) -> bool:
@@ -84,11 +101,12 @@ class MediaStore:
         self._lock = hold_lock(own)
         self._unwritten: dict[str, JobRecord] = {}
         self._remove_parts()
-        # Unlike `atexit`, this also runs at the end of the API server processes that vLLM starts.
+        # Unlike `atexit`, this also runs at the exit of the API server processes that vLLM starts.
         self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, own, limits), exitpriority=10)
 
     def close(self) -> None:
-        """Let go of the directory; the last process removes it if it was made for this server. Idempotent."""
+        """Release the directory. The last process removes it if it was created for this server.
+        Idempotent."""
         self._finalizer()
 
     # -- records -------------------------------------------------------------------------------------------------
@@ -101,12 +119,16 @@ class MediaStore:
         return self.root / f"{media_id}.{suffix}"
 
     def write(self, record: JobRecord) -> None:
-        """Raises OSError; then the record on disk is as it was."""
+        """Write a record.
+
+        Raises:
+            OSError: The record on disk is unchanged.
+        """
         self._put(record.id, "json", msgspec.json.encode(record))
         self._unwritten.pop(record.id, None)
 
     def write_when_possible(self, record: JobRecord) -> None:
-        """Like `write`; a record that the disk does not take is kept in memory, and written when it is next read."""
+        """Write a record. If the disk fails, keep it in memory and write it at the next read."""
         try:
             self.write(record)
         except OSError as error:
@@ -115,7 +137,11 @@ class MediaStore:
             self._unwritten[record.id] = record
 
     def _put(self, media_id: str, suffix: str, data: bytes) -> None:
-        """Replace a file as a whole, or leave no trace. Raises OSError."""
+        """Replace a file atomically.
+
+        Raises:
+            OSError: The file is unchanged.
+        """
         part = self.root / f"{media_id}.{self.owner}.part"
         try:
             part.write_bytes(data)
@@ -125,7 +151,7 @@ class MediaStore:
             raise
 
     def _remove_parts(self) -> None:
-        """Remove unfinished and lock files of killed servers."""
+        """Remove incomplete files and lock files of killed servers."""
         for part in self.root.glob("*.part"):
             owner = part.name.split(".")[-2]
             if owner != self.owner and not is_locked(self.root / f"{owner}.owner"):
@@ -135,7 +161,7 @@ class MediaStore:
                 _remove(path)
 
     def read(self, media_id: str, principal: str = ANONYMOUS) -> JobRecord | None:
-        """The record as every process may show it; None if this client has none, or it is being deleted."""
+        """Return a record; None if this client has no such job or it is being deleted."""
         record = self._load(media_id)
         is_hidden = record is None or record.principal != principal or self.asked_to_end(media_id) == "delete"
         return None if is_hidden else record
@@ -159,13 +185,13 @@ class MediaStore:
         return record
 
     def records(self, principal: str = ANONYMOUS) -> list[JobRecord]:
-        """All records of this client, oldest first."""
+        """Return all records of a client, oldest first."""
         paths = self.root.glob("video_*.json")
         found = [record for path in paths if (record := self.read(path.stem, principal)) is not None]
         return sorted(found, key=lambda record: (record.created_s, record.id))
 
     def delete(self, media_id: str) -> None:
-        """Remove a record and its files; idempotent."""
+        """Remove a record and its files. Idempotent."""
         self._unwritten.pop(media_id, None)
         for suffix in _SUFFIXES:
             self.path(media_id, suffix).unlink(missing_ok=True)
@@ -177,13 +203,13 @@ class MediaStore:
             logger.warning("%s of %s cannot be removed: %s", media_id, self.root, error.strerror)
 
     def _is_alive(self, owner: str) -> bool:
-        """Whether the process that made a job still runs."""
+        """Return whether the process that created a job is alive."""
         return owner == self.owner or is_locked(self.root / f"{owner}.owner")
 
     # -- ending a job of another process ---------------------------------------------------------------------------
 
     def ask_to_end(self, media_id: str, ending: Ending) -> None:
-        """Tell the owner of a job that is not finished to end it."""
+        """Ask the owner of an unfinished job to end it."""
         self.path(media_id, "ending").write_text(ending)
 
     def asked_to_end(self, media_id: str) -> Ending | None:
@@ -196,14 +222,18 @@ class MediaStore:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def add_file(self, data: bytes, suffix: str, principal: str = ANONYMOUS) -> str:
-        """Keep a client's file under a new unguessable id, until it expires; returns the id."""
+        """Store a client's file until it expires.
+
+        Returns:
+            A new, unguessable id.
+        """
         self.prune()
         media_id = self.new_id("file")
         self._put(_stored_id(media_id, principal), suffix, data)
         return media_id
 
     def find_file(self, media_id: str, principal: str = ANONYMOUS) -> Path | None:
-        """The file kept by `add_file`; None if this client has no file of that id, or it has expired."""
+        """Return a stored file; None if this client has no such file or it has expired."""
         if not _ID.match(media_id) or not media_id.startswith("file_"):
             return None
         for suffix in ("png", "jpeg", "webp"):
@@ -223,7 +253,7 @@ class MediaStore:
                     yield path.stat().st_size, path
 
     def prune(self) -> None:
-        """Remove expired jobs and files, and the oldest finished jobs and files beyond the bounds."""
+        """Remove expired jobs and files, and the oldest finished ones over the limits."""
         now = time.time()
         kept = []
         for path in self.root.glob("video_*.json"):
@@ -254,13 +284,13 @@ class MediaStore:
 
 
 def _stored_id(media_id: str, principal: str) -> str:
-    """The name on the disk of a client's file: of its id and its client, so that no other client finds it."""
+    """Return the file name of a client's file. It depends on the client, so others cannot find it."""
     digest = hashlib.blake2b(f"{principal}/{media_id}".encode(), digest_size=16).digest()
     return f"file_{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of the directory; an entry that cannot be removed is logged and stays."""
+    """Remove a file of the directory. A failure is logged."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -268,9 +298,10 @@ def _remove(path: Path) -> None:
 
 
 def _open_directory(configured: str) -> Path:
-    """The directory named, or one made for this server; readable by this user alone.
+    """Return the configured directory, or create a private one for this server.
 
-    The API server processes of one `vllm serve` share a parent, whose number names their directory.
+    The API server processes of one `vllm serve` have the same parent, whose process id names their
+    directory.
     """
     if configured:
         root = Path(configured)
@@ -294,10 +325,11 @@ def _is_private(root: Path) -> bool:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Directories of servers that were killed: nobody holds a lock in them any more."""
+    """Remove directories of killed servers, which hold no lock any more."""
     for root in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            is_new = time.time() - root.lstat().st_mtime < _LEFTOVER_AGE_S  # its owner may be about to lock it
+            # the owner may be about to lock it
+            is_new = time.time() - root.lstat().st_mtime < _LEFTOVER_AGE_S
             if _is_private(root) and not is_new and not any(is_locked(path) for path in root.glob("*.owner")):
                 shutil.rmtree(root, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of one video: the MP4, a thumbnail (WebP) and a sprite sheet (JPEG), written while frames arrive.
+"""Files of one video: the MP4, a thumbnail (WebP) and a sprite sheet (JPEG), written incrementally.
 
-Blocking: call off the event loop. Held by tests/entrypoints/openai/test_store.py.
+Calls block, so run them on a thread.
 """
 
 from pathlib import Path
@@ -17,7 +17,13 @@ _STILL_WIDTH: Final = 320
 
 
 class VideoFile:
-    """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`. num_frames: of the whole video, to spread the stills."""
+    """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`.
+
+    Args:
+        stem: Path without suffix.
+        fps: Frames per second.
+        num_frames: Pixel frames of the whole video, which determine the frames of the sheet.
+    """
 
     def __init__(self, stem: Path, fps: float, num_frames: int) -> None:
         self._stem = stem
@@ -36,14 +42,14 @@ class VideoFile:
         self.num_frames += len(frames_THWC)
 
     def finish(self) -> int:
-        """Complete the files; returns their bytes."""
+        """Complete the files. Return their size in bytes."""
         self._writer.close()
         Image.fromarray(self._stills[0]).save(self._stem.with_suffix(".webp"), "WEBP", quality=80)
         contact_sheet(np.stack(self._stills)).save(self._stem.with_suffix(".jpg"), "JPEG", quality=85)
         return sum(self._stem.with_suffix(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg"))
 
     def abandon(self) -> None:
-        """Remove the written files; idempotent."""
+        """Remove the written files. Idempotent."""
         self._writer.abandon()
         for suffix in (".mp4", ".webp", ".jpg"):
             self._stem.with_suffix(suffix).unlink(missing_ok=True)

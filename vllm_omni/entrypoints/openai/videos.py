@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/videos`: create, poll, list, download, cancel and delete video jobs. The jobs themselves are `jobs.py`'s.
-
-Held by tests/entrypoints/openai/test_openai_served.py.
-"""
+"""`/v1/videos`: create, poll, list, download, cancel and delete video jobs (`jobs.py`)."""
 
 import asyncio
 import time
@@ -136,7 +133,11 @@ class VideoRoutes:
         return _answer(record)
 
     async def _known(self, request: Request, video_id: str) -> JobRecord:
-        """The job, if the client that asks has made it. Raises `ApiError` 404."""
+        """Return a job of the requesting client.
+
+        Raises:
+            ApiError: 404.
+        """
         record = await self._off_loop(self._jobs.store.read, video_id, owner_of(request))
         if record is None:
             raise _unknown()
@@ -147,7 +148,7 @@ class VideoRoutes:
 
 
 def as_video(record: JobRecord) -> Video:
-    """A record as OpenAI's job object."""
+    """Return a record as OpenAI's job object."""
     return Video(
         id=record.id,
         model=record.model,
@@ -178,7 +179,11 @@ def _unknown() -> ApiError:
 
 
 def _reference(body: Body) -> Any:
-    """The start image or clip: an uploaded file's bytes or a `data:` URL; None if none. Taken out of the fields."""
+    """Return the start image or clip, and remove it from the fields.
+
+    Returns:
+        Bytes of an uploaded file, a `data:` URL, or None.
+    """
     files = dict(body.files)
     uploads = files.pop("input_reference", [])
     if files:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions in clients' messages, at every door: frames or transitions in, `Script` or `States` out.
+"""Parses actions in clients' messages, for all endpoints.
 
-Frames are a list, one entry per latent frame: names of held buttons, or a map of `buttons`, `axes` and `scroll`.
-Transitions are `{"mode": "state", "transitions": [...]}`, maps of the same keys, of which absent ones change nothing.
-A control that the model does not take is refused with `invalid_action` and the list of those it takes; the camera keys
-of clients that know nothing else press the buttons they belong to, and are otherwise ignored. Held by
-tests/entrypoints/realtime/{test_action_messages,test_generate_controls,test_fuzz_doors}.py.
+Frames are a list with one entry per latent frame: names of held buttons, or a map of `buttons`,
+`axes` and `scroll`. Transitions are `{"mode": "state", "transitions": [...]}`, a list of maps with
+the same keys; absent keys change nothing. An unknown control is refused with `invalid_action` and
+the list of the model's controls. Camera keys, from clients that support nothing else, press the
+buttons that they belong to and are otherwise ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,11 @@ class _States(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_actions_message(value: Any, space: ActionSpace) -> Script | States:
-    """Read the frames or the transitions of one message. Raises `DoorError("invalid_action")`."""
+    """Parse the frames or transitions of one message.
+
+    Raises:
+        DoorError: `invalid_action`.
+    """
     if isinstance(value, dict):
         states: _States = _convert(value, _States, space)
         return States(tuple(_transition(index, item, space) for index, item in enumerate(states.transitions)))
@@ -46,13 +50,21 @@ def read_actions_message(value: Any, space: ActionSpace) -> Script | States:
 
 
 def convert_frames(value: Any, space: ActionSpace) -> list[ActionEntry]:
-    """Read a list of frames, of which `read_script` then checks the names. Raises `DoorError("invalid_action")`."""
+    """Parse a list of frames. `read_script` checks its names afterwards.
+
+    Raises:
+        DoorError: `invalid_action`.
+    """
     frames: list[ActionEntry] = _convert(value, list[ActionEntry], space)
     return frames
 
 
 def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> Script:
-    """Check typed frames against the model. Raises `DoorError("invalid_action")`."""
+    """Check parsed frames against the model's controls.
+
+    Raises:
+        DoorError: `invalid_action`.
+    """
     frames = tuple(_without_repeats(as_frame(entry)) for entry in entries)
     for index, frame in enumerate(frames):
         _check(space, frame, f"actions[{index}]", summed=False)
@@ -60,12 +72,20 @@ def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> Script:
 
 
 def camera_frames(entries: Iterable[Any], space: ActionSpace) -> Script:
-    """Frames of camera keys, a list of them per latent frame. Raises `DoorError("invalid_request")` for other types."""
+    """Parse frames of camera keys, one list per latent frame.
+
+    Raises:
+        DoorError: `invalid_request`: an entry is not a list of strings.
+    """
     return Script(tuple(ActionFrame(camera_buttons(keys, space)) for keys in entries))
 
 
 def camera_buttons(keys: Any, space: ActionSpace) -> Held:
-    """Buttons that held camera keys press, each once; keys that do not exist are ignored, as such clients expect."""
+    """Return the buttons that held camera keys press. Unknown keys are ignored, as clients expect.
+
+    Raises:
+        DoorError: `invalid_request`: the keys are not a list of strings.
+    """
     if not isinstance(keys, list) or len(keys) > _MAX_KEYS or not {str}.issuperset(map(type, keys)):
         raise DoorError(
             "invalid_request", f"keys must be a list of at most {_MAX_KEYS} short texts", param="camera_actions"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AnalogTrack`: the values of a client's axes and wheel until the next chunk takes them.
+"""`AnalogTrack`: values of a client's axes and wheel until the next chunk samples them.
 
-A `rate` keeps its value until it changes. The distances of a `motion` are summed up until a chunk begins, which spreads
-the sum evenly over its frames, each cut to the range of a frame, so that nothing moves on after the hand rests.
-The wheel's notches are summed likewise and given out one a frame, from the first frame on; more than the chunk has
-frames are dropped. Pure data. Held by tests/entrypoints/realtime/test_action_track.py.
+A `rate` axis keeps its value until it changes. Distances on a `motion` axis are summed until a
+chunk starts. The sum is spread evenly over the chunk's frames and limited to the range of a frame,
+so that the motion ends when the hand rests. Notches of the wheel are also summed. Each frame gets
+one notch, from the first frame on; surplus notches are dropped. This module is pure data.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,18 @@ import msgspec
 from vllm_omni.actions import ActionSpace
 
 MAX_WAITING: Final = 1024
-"""Events whose motion may wait for one chunk."""
+"""Maximum number of motion events that wait for one chunk."""
 
 EventId = int | str
 
 
 class Event(msgspec.Struct, frozen=True):
-    """order: counts all events of the session. event_id: the client's, None = it gave none."""
+    """One event of a client."""
 
     order: int
+    """Order of arrival within the session."""
     event_id: EventId | None
+    """The client's id. None: the client sent none."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class AnalogTrack:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether there is nothing for the next chunk, and no event at work."""
+        """Whether no value waits for the next chunk and no event acts."""
         return not (self._rates or self._movers)
 
     @property
@@ -55,7 +57,11 @@ class AnalogTrack:
         return len(self._movers) >= MAX_WAITING
 
     def push(self, axes: Mapping[str, float], scroll: float, event: Event) -> list[Event]:
-        """Take one transition; returns the events whose rates it replaces. The names are of the space."""
+        """Apply one transition. Its names must be in the action space.
+
+        Returns:
+            Events with rates that the transition replaces.
+        """
         replaced = []
         kinds = {axis.name: axis.kind for axis in self.space.axes}
         for name, value in axes.items():
@@ -72,7 +78,11 @@ class AnalogTrack:
         return replaced
 
     def clear(self) -> list[Event]:
-        """Everything rests; returns the events that this cuts off."""
+        """Reset all values.
+
+        Returns:
+            Events that this interrupts.
+        """
         cut = [*self._movers.values(), *(rate.event for rate in self._rates.values())]
         self._rates.clear()
         self._moved.clear()
@@ -82,16 +92,24 @@ class AnalogTrack:
 
     @property
     def waiting(self) -> list[Event]:
-        """Events of which some part is still to act."""
+        """Events that have not completely acted."""
         return [*self._movers.values(), *(rate.event for rate in self._rates.values() if rate.is_new)]
 
     @property
     def holding(self) -> list[Event]:
-        """Events whose rates go on."""
+        """Events with rates that stay active."""
         return [rate.event for rate in self._rates.values() if rate.value]
 
     def sample(self, latent_frames: int, events: list[Event]) -> list[tuple[dict[str, float], float]]:
-        """Return and consume `(axes, scroll)` of each frame of the next chunk; adds the events at work to `events`."""
+        """Return and consume the values of each frame of the next chunk.
+
+        Args:
+            latent_frames: Latent frames of the chunk.
+            events: The events that act are appended to this list.
+
+        Returns:
+            `(axes, scroll)` of each frame.
+        """
         events += [*self._movers.values(), *(rate.event for rate in self._rates.values())]
         steady = {name: rate.value for name, rate in self._rates.items() if rate.value}
         for axis in self.space.axes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera paths from clients: checked once here, exact float32 arrays afterwards.
+"""Camera paths from clients: checked here once, exact float32 arrays afterwards.
 
-Poses are camera-to-world, OpenCV axes (x right, y down, z forward), one per pixel frame. Intrinsics are
-fx, fy, cx, cy in pixels of the model's reference size.
+Poses are camera-to-world with OpenCV axes (x right, y down, z forward), one per pixel frame.
+Intrinsics are fx, fy, cx, cy in pixels of the model's reference size.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,20 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 
 PosePolicy = Literal["error", "trim", "hold_last"]
 
-_ROTATION_TOLERANCE: Final = 1e-2  # further from a rotation than this is a mistake, closer is rounding
+# a larger deviation from a rotation is an error, a smaller one is rounding
+_ROTATION_TOLERANCE: Final = 1e-2
 _LAST_ROW_TOLERANCE: Final = 1e-3
-_LARGEST: Final = 1e6  # beyond this a float32 position loses all precision the model could use
+_LARGEST: Final = 1e6  # a larger float32 position has no useful precision
 
 
 @dataclass(frozen=True)
 class CameraPath:
-    """poses_N44, intrinsics_N4: float32, C-contiguous, finite."""
+    """Poses and intrinsics of consecutive pixel frames. Arrays are C-contiguous and finite."""
 
     poses_N44: np.ndarray
+    """Camera-to-world matrices, float32."""
     intrinsics_N4: np.ndarray
+    """fx, fy, cx, cy in pixels of the reference size, float32."""
 
     def __len__(self) -> int:
         return len(self.poses_N44)
@@ -36,12 +39,21 @@ class CameraPath:
     def parse(
         cls, poses: Any, intrinsics: Any, max_poses: int, size: tuple[int, int], own_size: tuple[int, int] | None = None
     ) -> "CameraPath":
-        """Check a client's arrays or nested lists; intrinsics are `[N,4]`, `[N,3,3]`, `[N,4,4]` or one for all.
+        """Check a client's arrays or nested lists.
 
-        size: (width, height) of the picture that the server's intrinsics are given for. own_size: the client's, from
-        which its intrinsics are scaled; None = the same.
-        Rotations within rounding of orthonormal are made exactly so. Raises `DoorError` `invalid_camera` or
-        `non_finite_pose`, naming the value received and the values allowed.
+        Rotations are made exactly orthonormal.
+
+        Args:
+            poses: `[N, 4, 4]`.
+            intrinsics: `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or one for all poses.
+            max_poses: Maximum number of poses.
+            size: Width and height of the image that the server's intrinsics refer to.
+            own_size: Width and height of the image that the client's intrinsics refer to. They are scaled from
+                it to `size`. Default: the same size.
+
+        Raises:
+            DoorError: `invalid_camera` or `non_finite_pose`, with the received and the allowed
+                values.
         """
         poses_N44 = _numbers(poses, "poses")
         if poses_N44.ndim != 3 or poses_N44.shape[1:] != (4, 4) or len(poses_N44) == 0:
@@ -82,7 +94,7 @@ class CameraPath:
         return CameraPath(self.poses_N44[start:stop], self.intrinsics_N4[start:stop])
 
     def resized(self, num_frames: int) -> "CameraPath":
-        """Cut to `num_frames`, or hold the last pose until then."""
+        """Truncate the path to `num_frames`, or repeat the last pose."""
         index = np.minimum(np.arange(num_frames), len(self) - 1)
         return CameraPath(self.poses_N44[index], self.intrinsics_N4[index])
 
@@ -90,10 +102,18 @@ class CameraPath:
 def plan_frames(
     num_poses: int, num_frames: int | None, policy: PosePolicy, facts: WorldFacts, first: bool
 ) -> list[int]:
-    """Decide the chunk sizes (pixel frames) of one request.
+    """Return the chunk sizes of one request in pixel frames.
 
-    num_frames: pixel frames that the request names; None = as many as poses. `error` wants whole chunks and equal
-    numbers, `trim` drops frames that do not fill a chunk, `hold_last` repeats the last pose to fill one.
+    Args:
+        num_poses: Number of poses that the client sent.
+        num_frames: Pixel frames that the client requested. None: as many as poses.
+        policy: `error` requires whole chunks and equal numbers. `trim` drops frames that do not
+            fill a chunk. `hold_last` repeats the last pose to fill a chunk.
+        facts: Chunk sizes of the model.
+        first: Whether this is the session's first request.
+
+    Raises:
+        DoorError: `invalid_camera`: the numbers do not match the policy.
     """
     grid = f"{facts.first_chunk_frames} + {facts.chunk_frames}k" if first else f"{facts.chunk_frames}k"
     where = "a session's first request" if first else "a later request"
@@ -120,11 +140,15 @@ def plan_frames(
 
 
 def _numbers(value: Any, name: str) -> np.ndarray:
-    """Return float64 of an array or nested list of numbers; booleans, text and ragged lists are refused."""
+    """Return an array or nested list of numbers as float64.
+
+    Raises:
+        DoorError: The value contains booleans or text, or its lists differ in length.
+    """
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iuf":
             raise DoorError("invalid_camera", f"{name} must hold numbers, got dtype {value.dtype}", param=name)
-        with np.errstate(invalid="ignore"):  # NaN is refused later, by name
+        with np.errstate(invalid="ignore"):  # NaN is refused later, with its own error
             return value.astype(np.float64)
     if not isinstance(value, list) or not _only_numbers(value):
         raise DoorError("invalid_camera", f"{name} must be an array or nested lists of numbers", param=name)
@@ -141,7 +165,7 @@ def _only_numbers(value: list[Any]) -> bool:
 
 
 def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
-    """fx, fy, cx, cy per frame; a single 4-vector or matrix stands for all frames."""
+    """Return fx, fy, cx, cy per frame. A single 4-vector or matrix applies to all frames."""
     shape = intrinsics.shape
     if shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):
         intrinsics = np.broadcast_to(intrinsics, (count, *shape))
@@ -161,7 +185,11 @@ def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
 
 
 def _with_exact_rotations(poses_N44: np.ndarray) -> np.ndarray:
-    """Replace each rotation by the nearest orthonormal one (SVD); refuse poses that are not rigid."""
+    """Replace each rotation by the nearest orthonormal one (SVD).
+
+    Raises:
+        DoorError: A pose is not rigid.
+    """
     if np.abs(poses_N44[:, 3] - np.array([0.0, 0.0, 0.0, 1.0])).max() > _LAST_ROW_TOLERANCE:
         raise DoorError("invalid_camera", "the last row of every pose must be [0, 0, 0, 1]", param="poses")
     rotation_N33 = poses_N44[:, :3, :3]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Checkpoints`: live sessions are saved every so often, so that a crash loses no more than that.
+"""`Checkpoints`: periodic snapshots of live sessions, which limit what a crash loses.
 
-One session at a time, the one that has waited longest, and only if it has finished a chunk since. After each, the
-engine is left alone for so long that checkpoints take no more than `_SHARE` of its time, whatever they cost on this
-machine. A checkpoint that cannot be written costs nothing but itself: the one before it stays. A world's checkpoint
-goes when the world does; those of a dead engine's worlds stay for the next server.
-Held by tests/entrypoints/realtime/test_world_checkpoints.py and test_checkpoints_served.py.
+One session is saved at a time: the one with the oldest snapshot, if it has finished a chunk since.
+Afterwards the engine is not interrupted until the cost is at most `_SHARE` of its time, so the
+interval adapts to the machine. If a snapshot cannot be written, the previous one stays. When a
+session ends, its snapshot is removed. If the engine dies, the snapshots stay for the next server.
 """
 
 import asyncio
@@ -25,23 +24,32 @@ from vllm_omni.sessions.snapshot import SnapshotHeader
 logger = logging.getLogger("vllm." + __name__)
 
 _SHARE: Final = 0.015
-"""Of the engine's time, for all checkpoints; chunk time may grow by 2 %."""
+"""Maximum fraction of the engine's time for all periodic snapshots, because chunk time may grow by
+at most 2 %."""
 _LONGEST_TICK_S: Final = 0.25
 
 
 @dataclass
 class _Saved:
-    """How far a session is saved. chunk: its next one in the file, 0 = none. tried_s: when it was last begun."""
+    """The last snapshot of a session."""
 
     chunk: int
+    """Number of the next chunk in the file; 0 without a file."""
     tried_s: float
+    """Monotonic time of the last attempt in seconds."""
     path: Path | None = None
+    """The snapshot. None: not saved yet."""
 
 
 class Checkpoints:
-    """period_s: between two checkpoints of a session. `start` from the event loop; ends when draining begins.
+    """Saves the sessions of one API server process periodically, until draining starts.
 
-    write: saves a session to a new file; returns its header and the seconds that cost the engine.
+    Args:
+        manager: Sessions of this process.
+        kept: Directory of the snapshots.
+        write: Saves a session to a new file. Returns the header and the seconds that it cost the
+            engine.
+        period_s: Seconds between two snapshots of a session.
     """
 
     def __init__(
@@ -62,13 +70,13 @@ class Checkpoints:
         self.task = self._manager.spawn_background(self._run())
 
     def adopt(self, session: Session, path: Path) -> None:
-        """Take over the file that a session was restored from."""
+        """Continue with the file that a session was restored from."""
         own = self._kept.checkpoint(session.key)
         path.rename(own)
         self._saved[session.engine_id] = _Saved(session.next_chunk, time.monotonic(), own)
 
     def forget(self, engine_id: str) -> None:
-        """A world has ended: so has its checkpoint, unless it ended with its engine."""
+        """Remove the snapshot of a session that has ended, unless the engine is dead."""
         saved = self._saved.pop(engine_id, None)
         if saved is not None and saved.path is not None and not self._manager.engine.is_dead:
             saved.path.unlink(missing_ok=True)
@@ -83,11 +91,11 @@ class Checkpoints:
             try:
                 cost_s = await self._save(session)
             except Exception:
-                logger.exception("a checkpoint failed")
+                logger.exception("a periodic snapshot failed")
             await asyncio.sleep(cost_s / _SHARE)
 
     def _due(self) -> Session | None:
-        """The session whose checkpoint is oldest, of those that have one due."""
+        """Return the session with the oldest snapshot among those that are due."""
         now_s, due = time.monotonic(), []
         for session in self._manager.sessions():
             saved = self._saved.get(session.engine_id)
@@ -98,7 +106,11 @@ class Checkpoints:
         return min(due, key=lambda item: item[0], default=(0.0, None))[1]
 
     async def _save(self, session: Session) -> float:
-        """Write one checkpoint; returns the seconds of engine time it took."""
+        """Write one snapshot.
+
+        Returns:
+            Seconds of engine time that it cost.
+        """
         engine_id, now_s = session.engine_id, time.monotonic()
         saved = self._saved.setdefault(engine_id, _Saved(0, now_s))
         self._note_pace(now_s - saved.tried_s)
@@ -110,7 +122,8 @@ class Checkpoints:
         except (DoorError, OSError) as error:
             self._note_trouble(session, error)
             return 0.0
-        if session.engine_id != engine_id or self._manager.drain.is_draining:  # it ended, or is saved for good
+        # the session has ended, or draining saves it
+        if session.engine_id != engine_id or self._manager.drain.is_draining:
             partial.unlink(missing_ok=True)
             return cost_s
         partial.replace(final)
@@ -122,9 +135,9 @@ class Checkpoints:
         return cost_s
 
     def _note_trouble(self, session: Session, error: DoorError | OSError) -> None:
-        """Log why a checkpoint could not be written, once until the reason changes."""
+        """Log why a snapshot could not be written, once for each reason."""
         if not session.started or self._manager.engine.is_dead:
-            return  # it ended meanwhile
+            return  # the session has ended
         trouble = error.code if isinstance(error, DoorError) else type(error).__name__
         if trouble != self._trouble:
             self._trouble = trouble

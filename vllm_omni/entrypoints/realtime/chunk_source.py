@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkSource`: which chunks a request asks for, and the controls of each.
+"""`ChunkSource`: the chunks of a request and the controls of each.
 
-A planned request (`PlannedChunks`) brings its whole camera path or all its actions, so its chunks are known when its
-turn comes. A live request (`LiveChunks`, which the doors extend) takes the controls of each chunk when that chunk
-begins. Knows no message format, no sockets and no engine.
-Held by tests/entrypoints/realtime/{test_chunk_source,test_session,test_generate_door}.py.
+A planned request (`PlannedChunks`) contains its whole camera path or all its actions, so its chunks
+are known in advance. A live request (`LiveChunks`, which endpoints extend) samples the controls of
+each chunk when the chunk starts. This module knows neither message formats, sockets nor the engine.
 """
 
 from abc import ABC, abstractmethod
@@ -22,41 +21,46 @@ from vllm_omni.inputs import Lora
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
-    """Controls of one chunk: actions per latent frame, or a pose per pixel frame, or neither; prompt and adapters.
-
-    prompt, lora: None = as before. mark: the door's own data, returned unchanged in the finished chunk.
-    """
+    """Controls of one chunk."""
 
     actions: Sequence[ActionEntry] | None = None
+    """Actions per latent frame. None: no actions."""
     camera: CameraPath | None = None
+    """One pose per pixel frame. None: no poses."""
     prompt: str | None = None
+    """New prompt. None: unchanged."""
     lora: Sequence[Lora] | None = None
+    """New LoRA adapters. None: unchanged."""
     mark: Any = None
+    """Data of the endpoint, returned unchanged in the finished chunk."""
 
 
 class ChunkSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Place of one chunk: `chunk_index` in the session, the rest in its request.
-
-    number: chunks of the request before it. first_frame, num_frames: pixel frames. first_latent, num_latents: latent
-    frames.
-    """
+    """Position of one chunk in its session and its request."""
 
     chunk_index: int
+    """Number of the chunk within the session, from 0."""
     number: int
+    """Number of the chunk within the request, from 0."""
     first_frame: int
+    """First pixel frame within the request."""
     num_frames: int
+    """Pixel frames of the chunk."""
     first_latent: int
+    """First latent frame within the request."""
     num_latents: int
+    """Latent frames of the chunk."""
 
 
 class ChunkSource(ABC):
-    """The chunks of one request. `num_chunks`: where a live request ends, None = when it is cancelled."""
+    """The chunks of one request."""
 
     num_chunks: int | None = None
+    """Length of a live request in chunks. None: until it is cancelled."""
 
     @property
     def ready(self) -> bool:
-        """Whether the next chunk may begin (not paused, credit left)."""
+        """Whether the next chunk may start: not paused, and credit left."""
         return True
 
     async def wait_until_ready(self) -> None:
@@ -64,25 +68,34 @@ class ChunkSource(ABC):
 
     @abstractmethod
     def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
-        """Return the pixel frames of all chunks, () for a live request. Raises `DoorError`."""
+        """Return the pixel frames of every chunk; () for a live request.
+
+        Raises:
+            DoorError: The request does not fit the model's chunks or exceeds a limit.
+        """
 
     @abstractmethod
     def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
-        """Return how many chunks may be in the engine at once."""
+        """Return how many chunks may be in the engine at the same time."""
 
     @abstractmethod
     def sample(self, span: ChunkSpan) -> Controls:
-        """Return the controls of the chunk that is about to be generated; called once for each chunk, in order."""
+        """Return the controls of the next chunk. Called once for each chunk, in order."""
 
     def note_result(self, meta: Mapping[str, Any]) -> None:  # noqa: B027  (most sources do not follow the results)
-        """Read the metadata of a chunk that is done, before the next one is sampled."""
+        """Process the metadata of a finished chunk, before the next one is sampled."""
 
 
 class PlannedChunks(ChunkSource):
-    """A camera path (a pose per pixel frame) or a script (actions per latent frame), cut into chunks.
+    """Chunks of a camera path (a pose per pixel frame) or a script (actions per latent frame).
 
-    num_frames: pixel frames asked for besides the poses, None = as many as poses. policy: for a number of
-    frames that does not fill chunks. prompt, lora: from the first chunk on.
+    Args:
+        camera: The camera path.
+        actions: The script.
+        num_frames: Pixel frames that the client requested. Default: as many as poses.
+        policy: Handling of frames that do not fill a chunk.
+        prompt: Prompt from the first chunk on.
+        lora: LoRA adapters from the first chunk on.
     """
 
     def __init__(
@@ -107,13 +120,14 @@ class PlannedChunks(ChunkSource):
         if sum(sizes) > limits.max_frames_per_request:
             raise DoorError(
                 "invalid_request",
-                f"{sum(sizes)} frames asked for; one request makes at most {limits.max_frames_per_request}",
+                f"{sum(sizes)} frames requested; one request may generate at most {limits.max_frames_per_request}",
                 param="poses",
             )
         return tuple(sizes)
 
     def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
-        """One waits in the engine while as many as it takes are at work."""
+        """Return one more than the engine processes at the same time, so that one chunk always
+        waits."""
         at_work = facts.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
 
@@ -131,7 +145,10 @@ class PlannedChunks(ChunkSource):
 
 
 class LiveChunks(ChunkSource):
-    """Steered while it runs: as few chunks in the engine as keep it at work, so that controls are taken late."""
+    """Chunks that are steered while they are generated.
+
+    As few chunks as possible are in flight, so that controls are sampled late.
+    """
 
     def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
         return ()

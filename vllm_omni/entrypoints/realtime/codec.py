@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""msgpack messages with NumPy arrays, from clients nobody trusts.
+"""msgpack messages with NumPy arrays, from untrusted clients.
 
-Two array dialects are read and written (keys may arrive as bytes or str):
+Two array dialects are read and written. Keys may arrive as bytes or str.
 
     openpi   {b"__ndarray__": true, b"data": bin, b"dtype": str, b"shape": [...]}
              a scalar has b"__npgeneric__" instead, and no shape
     classic  {b"nd": true, b"type": str, b"kind": b"", b"shape": [...], b"data": bin}
              a scalar has b"nd": false, and no shape
 
-A message's structure is checked before anything is allocated for it: nesting, entries, string sizes, no extension
-types, map keys only str or bytes. Arrays: numbers and booleans only, data exactly as long as the shape says. Nothing is
-ever unpickled. `decode` raises `CodecError` and nothing else (tests/entrypoints/realtime/test_codec.py fuzzes it).
+A message's structure is checked before memory is allocated for it: nesting, entries, string sizes,
+no extension types, map keys of type str or bytes only. Arrays contain only numbers or booleans, and
+their data must have the exact size of their shape. No data is unpickled. `decode` raises only
+`CodecError`; tests/entrypoints/realtime/test_codec.py fuzzes it.
 
-Why not msgpack_numpy or openpi's copy of it: the former unpickles object arrays, and each reads
-one dialect and bounds nothing.
+Why not msgpack_numpy or openpi's copy of it: the former unpickles object arrays, and each reads only
+one dialect and has no limits.
 """
 
 import math
@@ -26,21 +27,23 @@ import numpy as np
 
 MAX_DEPTH: Final = 32
 MAX_ENTRIES: Final = 8_192
-"""Entries of one list or map."""
+"""Maximum number of entries of one list or map."""
 MAX_NODES: Final = 32_768
-"""Values in one message; a node costs some 60 bytes once decoded. 1,200 camera poses as nested lists are as many."""
+"""Maximum number of values in one message. A decoded value takes about 60 bytes. For example, 1,200
+camera poses as nested lists reach the limit."""
 MAX_STR_BYTES: Final = 1 << 20
 MAX_NDIM: Final = 8
 
-_SPLICE_BYTES: Final = 4096  # binary values from here on are joined into the message instead of encoded
+# binary values of this size and above are joined into the message without being encoded
+_SPLICE_BYTES: Final = 4096
 
 
 class CodecError(Exception):
-    """The bytes are not a message of this protocol; the text names the fault and the bound."""
+    """The bytes are not a valid message. The text names the fault and the limit."""
 
 
 class TooManyValues(CodecError):
-    """More than `MAX_NODES` values: it has cost as much as any message may."""
+    """The message has more than `MAX_NODES` values, so decoding it was as expensive as possible."""
 
 
 class Dialect(Enum):
@@ -50,27 +53,29 @@ class Dialect(Enum):
 
 class Decoded(NamedTuple):
     value: Any
+    """The decoded message."""
     dialect: Dialect | None
-    """The array dialect the message used; None if it held no marked array."""
+    """Array dialect of the message. None: the message has no marked array."""
     num_values: int
-    """Values of the message as it arrived: the cost of decoding it."""
+    """Number of values in the message as it arrived: the cost of decoding it."""
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def decode(data: bytes) -> Decoded:
-    """Decode one message; arrays come back as NumPy arrays that own their bytes (or share them read-only).
+    """Decode one message. Arrays are NumPy arrays that own their bytes or share them read-only.
 
-    Raises `CodecError` on anything malformed or over the limits above.
+    Raises:
+        CodecError: The message is malformed or exceeds a limit.
     """
     num_values, has_byte_keys = _check_structure(data)
     try:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"not valid msgpack ({type(error).__name__})") from None
-    # Every message with a marked array or scalar has one of these: `__ndarray__`, `__npgeneric__`, or `nd` with its
-    # length before it, in the shortest encoding or in any longer one. Nearly all controls have none.
+    # Every marked array or scalar has one of these keys: `__ndarray__`, `__npgeneric__`, or `nd`
+    # after its length, in the shortest encoding or a longer one. Nearly all controls have none.
     is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data
     if not is_marked and not has_byte_keys:
         return Decoded(value, None, num_values)
@@ -82,7 +87,8 @@ _DECODER: Final = msgspec.msgpack.Decoder()
 
 
 def _lead_bytes() -> list[tuple[str, int, int]]:
-    """For each possible first byte of a value: (kind, bytes of its length field, payload length or entry count)."""
+    """Return (kind, bytes of the length field, payload length or number of entries) of each lead
+    byte."""
     table = [("bad", 0, 0)] * 256
     for byte in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):  # small ints, nil, booleans
         table[byte] = ("scalar", 0, 0)
@@ -116,22 +122,25 @@ def _lead_bytes() -> list[tuple[str, int, int]]:
 
 _LEADS: Final = _lead_bytes()
 _KEY_SIZES: Final = tuple(1 + length if kind == "str" and not width else 0 for kind, width, length in _LEADS)
-"""For each possible first byte of a map's key: the size of the whole key if that byte tells it, else 0."""
+"""Size of a map key for each lead byte; 0 if the lead byte does not determine it."""
 _VALUE_SIZES: Final = tuple(
     1 + length if kind == "scalar" else key_size for (kind, _, length), key_size in zip(_LEADS, _KEY_SIZES, strict=True)
 )
-"""The same of other values."""
+"""The same for values."""
 
 
 def _check_structure(data: bytes) -> tuple[int, bool]:
-    """Walk the message without building it; returns how many values it has, and whether a map key is of type bin.
+    """Check a message's structure without building it.
 
-    Time is linear in the values up to `MAX_NODES`, memory constant.
+    Time is linear in the values up to `MAX_NODES`; memory is constant.
+
+    Returns:
+        `(number of values, whether a map key has type bin)`.
     """
     size, position, nodes, has_byte_keys = len(data), 0, 0, False
-    left = 1  # values still to come in the innermost open container
+    left = 1  # remaining values of the innermost open container
     is_map = False  # whether that container is a map, whose values alternate between key and value
-    outer: list[tuple[int, bool]] = []  # the same of the containers around it
+    outer: list[tuple[int, bool]] = []  # the same for the enclosing containers
     while left or outer:
         if not left:
             left, is_map = outer.pop()
@@ -145,7 +154,7 @@ def _check_structure(data: bytes) -> tuple[int, bool]:
             raise CodecError("message is truncated")
         lead = data[position]
         if whole := _KEY_SIZES[lead] if is_key else _VALUE_SIZES[lead]:
-            position += whole  # short texts, numbers, booleans: nearly all values
+            position += whole  # short strings, numbers, booleans: nearly all values
             continue
         kind, width, length = _LEADS[lead]
         position += 1
@@ -182,7 +191,7 @@ def _check_structure(data: bytes) -> tuple[int, bool]:
 
 
 class _Reviver:
-    """Turns marked maps into arrays and byte keys into str, and remembers the dialect."""
+    """Converts marked maps to arrays and byte keys to str, and records the dialect."""
 
     def __init__(self) -> None:
         self.dialect: Dialect | None = None
@@ -209,7 +218,7 @@ class _Reviver:
         return {key: self.revive(item) if isinstance(item, list | dict) else item for key, item in fields.items()}
 
 
-def _text(key: bytes) -> str:  # `_check_structure` lets no keys but strings and bytes through
+def _text(key: bytes) -> str:  # `_check_structure` allows only str and bytes
     try:
         return key.decode()
     except UnicodeDecodeError:
@@ -217,7 +226,7 @@ def _text(key: bytes) -> str:  # `_check_structure` lets no keys but strings and
 
 
 def _dtypes() -> dict[str, np.dtype[Any]]:
-    """All accepted spellings: "<f4", ">f4", "=f4", "f4" and "float32", for booleans, integers and floats."""
+    """Return all accepted names of dtypes: for example "<f4", ">f4", "=f4", "f4" and "float32"."""
     spellings = {}
     for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"):
         plain = np.dtype(code)
@@ -230,7 +239,11 @@ _DTYPES: Final = _dtypes()
 
 
 def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
-    """Return the described array in native byte order; raises `CodecError` unless all three agree exactly."""
+    """Return the array in native byte order.
+
+    Raises:
+        CodecError: Dtype, shape and data do not match exactly.
+    """
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode(errors="replace")
     dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
@@ -246,10 +259,11 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
     if nbytes == 0:
         try:
             return np.zeros(shape, dtype.newbyteorder("="))
-        except (ValueError, OverflowError):  # an empty array may claim any length in its other dimensions
+        # an empty array may have any length in its other dimensions
+        except (ValueError, OverflowError):
             raise CodecError("array shape has an absurd dimension") from None
     if dtype.kind == "b":
-        # Any byte is legal in the message; in a boolean array only 0 and 1 are.
+        # A message may contain any byte, but a boolean array only 0 and 1.
         return np.frombuffer(data, np.uint8).reshape(shape).astype(np.bool_)
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
@@ -258,9 +272,13 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
 
 
 def encode(message: Mapping[str, Any], dialect: Dialect = Dialect.OPENPI) -> bytes:
-    """Return the message as msgpack. Large arrays and byte strings are copied once, with the GIL released.
+    """Return the message as msgpack. Large arrays and byte strings are copied once, without the
+    GIL.
 
-    Values: JSON types, bytes, memoryview, NumPy arrays (C-contiguous), and maps and lists of these.
+    Args:
+        message: JSON types, bytes, memoryviews, C-contiguous NumPy arrays, and maps and lists of
+            them.
+        dialect: Dialect of the arrays.
     """
     return b"".join(_parts(message, dialect))
 
@@ -298,7 +316,7 @@ def _marked(array: np.ndarray, dialect: Dialect) -> dict[bytes, Any]:
 
 
 def _header(length: int, short: int, short_limit: int, codes: Mapping[int, int]) -> bytes:
-    """First bytes of a container or byte string: the short form if it fits, else the code for 16 or 32 bits."""
+    """Return the first bytes of a container or byte string, in the shortest form."""
     if length < short_limit:
         return bytes([short | length])
     for width, code in codes.items():

@@ -182,8 +182,7 @@ class Connection:
         return self.strike(DoorError("invalid_msgpack", str(error), close=close))
 
     def strike(self, error: DoorError) -> DoorError:
-        """Count an invalid message. The error gets a close code if there are too many within 10 s.
-        """
+        """Count an invalid message. Too many within 10 s add a close code to the error."""
         now = time.monotonic()
         self._strikes.append(now)
         if (
@@ -308,8 +307,7 @@ def principal_of(connection: HTTPConnection) -> str:
 
 
 def client_of(connection: HTTPConnection) -> str:
-    """Return the client's identity for limits: its API key's digest, or its address without a key.
-    """
+    """Return the identity that limits apply to: the API key's digest, or the address."""
     address = connection.client.host if connection.client is not None else "local"
     principal = principal_of(connection)
     return principal if principal != ANONYMOUS else f"address {address}"

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ControlTrack`: a client's pending controls of any model, and the controls of the next chunk.
+"""`ControlTrack`: a client's pending controls, and the controls of the next chunk.
 
-Actions come in two ways. A script is a timeline, one frame of controls per latent frame, consumed in order and then
-idle. States are transitions ("now these buttons are held, this axis stands there, the mouse moved so far"): held
-buttons stay until they change, so there is never a backlog, and a button pressed and released between two chunks still
-acts for one latent frame; axes and wheel are `AnalogTrack`'s. A script replaces states and states replace a script.
-Prompt and LoRA adapters are slots of one: the latest wins. Everything here has a fixed bound.
+Actions arrive as a script or as states. A script is a timeline with one frame of controls per
+latent frame; after its end no control is active. States are transitions, for example "these buttons
+are held". Held buttons stay until they change, so there is never a backlog. A button that is
+pressed and released between two chunks still acts for one latent frame. `AnalogTrack` handles axes
+and wheel. A script replaces states, and states replace a script. Of prompts and LoRA adapters, only
+the latest applies. All buffers are bounded.
 
-Pure data: no sockets, no clock, no engine. Held by tests/entrypoints/realtime/{test_controls,test_action_track}.py.
+This module is pure data: it has no sockets, clock or engine.
 """
 
 from collections import OrderedDict, deque
@@ -25,11 +26,11 @@ MAX_SCRIPT_ENTRIES: Final = 512
 _REMEMBERED_IDS: Final = 1024
 
 Held = tuple[str, ...]
-"""Buttons held during one latent frame; () = none."""
+"""Buttons held during one latent frame; () for none."""
 
 
 class TooManyEvents(Exception):
-    """More events wait for the next chunk than are kept."""
+    """Too many events wait for the next chunk."""
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -37,15 +38,18 @@ class Script(msgspec.Struct, frozen=True):
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """buttons: those now held, None = as before. axes: a rate's new value, how far a motion went. scroll: notches."""
+    """One change of controls."""
 
     buttons: Held | None = None
+    """Buttons that are now held. None: unchanged."""
     axes: Mapping[str, float] = {}
+    """New value of a rate axis, or distance on a motion axis, by name."""
     scroll: float = 0.0
+    """Notches of the wheel."""
 
 
 class States(msgspec.Struct, frozen=True):
-    """Transitions in the order they happened."""
+    """Transitions in chronological order."""
 
     transitions: tuple[Transition, ...]
 
@@ -62,30 +66,30 @@ Update = Script | States | Prompt | Adapters
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Controls of one chunk.
-
-    actions: one entry per latent frame, None if no control was ever spoken of. prompt, lora: new ones, or None.
-    event_id: of the newest event at work in this chunk. is_new: whether no earlier sample named that event. applied:
-    ids of the events that act in this chunk for the first time. active: of those at work that go on after it.
-    """
+    """Controls of one chunk."""
 
     actions: list[ActionEntry] | None = None
+    """One entry per latent frame. None: the client never sent actions."""
     prompt: str | None = None
+    """New prompt. None: unchanged."""
     lora: tuple[Lora, ...] | None = None
+    """New LoRA adapters. None: unchanged."""
     event_id: EventId | None = None
+    """Id of the newest event that acts in this chunk."""
     is_new: bool = False
+    """Whether no earlier sample contained `event_id`."""
     applied: tuple[EventId, ...] = ()
+    """Ids of the events that act for the first time in this chunk."""
     active: tuple[EventId, ...] = ()
+    """Ids of the events that still act after this chunk."""
 
 
 @dataclass
 class ControlTrack:
-    """Controls of one session, in the order they arrive; `apply` and `sample` from one event loop.
-
-    space: the model's; every control in an update is one of its.
-    """
+    """Controls of one session, in order of arrival. Call `apply` and `sample` on one event loop."""
 
     space: ActionSpace = CAMERA_SPACE
+    """Controls of the model. Every control of an update must be one of them."""
     _script: deque[tuple[ActionFrame, Event]] = field(default_factory=deque)
     _transitions: list[tuple[Held, Event]] = field(default_factory=list)
     _held: Held = ()
@@ -102,13 +106,21 @@ class ControlTrack:
         self._analog = AnalogTrack(self.space)
 
     def is_repeated(self, event_id: EventId | None) -> bool:
-        """Whether an event of this id has been applied; a repetition has no second effect."""
+        """Whether an event with this id has been applied. A repetition has no effect."""
         return event_id is not None and event_id in self._seen
 
     def apply(self, updates: Iterable[Update], event_id: EventId | None = None) -> list[EventId]:
-        """Take one event, whose parts belong together. Returns ids of events that now never act.
+        """Apply one event.
 
-        Raises `TooManyEvents`, and then nothing of it is taken.
+        Args:
+            updates: Parts of the event. They are applied together.
+            event_id: The client's id of the event.
+
+        Returns:
+            Ids of earlier events that will never act.
+
+        Raises:
+            TooManyEvents: Too many events wait. No part of this one is applied.
         """
         updates = list(updates)
         if self._analog.is_full and any(_moves(update) for update in updates):
@@ -145,15 +157,16 @@ class ControlTrack:
         return [old_id for old_id in ids if old_id is not None]
 
     def _waiting(self) -> set[int]:
-        """Orders of the events of which some part is still to act."""
+        """Return the order numbers of events that have not completely acted."""
         if not (self._script or self._transitions or self._prompt or self._lora) and self._analog.is_at_rest:
-            return set()  # as nearly always when a chunk has taken its controls
+            return set()  # the usual case after a chunk has sampled its controls
         events = [event for _, event in (*self._script, *self._transitions)]
         slots = [slot[1] for slot in (self._prompt, self._lora) if slot is not None]
         return {event.order for event in [*events, *self._analog.waiting, *slots]}
 
     def _push(self, transitions: tuple[Transition, ...], event: Event) -> list[Event]:
-        """Only the newest held buttons and the newest with a button in them can ever matter."""
+        """Append transitions. Only the newest buttons and the newest non-empty buttons are
+        retained."""
         replaced = [old for _, old in self._transitions]
         for transition in transitions:
             if transition.buttons is not None:
@@ -177,7 +190,12 @@ class ControlTrack:
         return replaced + self._analog.clear()
 
     def sample(self, latent_frames: int, with_prompt: bool = True) -> Sample:
-        """Return and consume the next chunk's controls. with_prompt: whether the prompt may switch."""
+        """Return and consume the next chunk's controls.
+
+        Args:
+            latent_frames: Latent frames of the chunk.
+            with_prompt: Whether the prompt may change.
+        """
         events: list[Event] = []
         actions = self._sample_actions(latent_frames, events) if self._any_actions else None
         prompt = None
@@ -221,7 +239,7 @@ class ControlTrack:
         )
 
     def _lasting(self) -> set[int]:
-        """Orders of the events that go on as things are."""
+        """Return the order numbers of events that still act after this chunk."""
         orders = self._waiting()
         if self._held_by is not None and self._held:
             orders.add(self._held_by.order)
@@ -235,7 +253,7 @@ class ControlTrack:
             events += [event for _, event in taken]
             return [*(as_entry(frame) for frame, _ in taken), *([] for _ in range(latent_frames - len(taken)))]
         held = self._sample_buttons(latent_frames, events)
-        if self._analog.is_at_rest:  # as always with models that have only buttons
+        if self._analog.is_at_rest:  # always true for models that only have buttons
             return list(map(list, held))
         analog = self._analog.sample(latent_frames, events)
         return [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Deadline`: a time limit for a block of code that is entered for every chunk or message.
+"""`Deadline`: a time limit for a block of code that runs for every chunk or message.
 
-`asyncio.timeout` makes and cancels a timer of the event loop at every entry. This one keeps its timer: when it fires
-while a later entry is inside, it is set again for the rest. Held by tests/entrypoints/realtime/test_deadline.py.
+`asyncio.timeout` creates and cancels a timer at every entry. This class reuses its timer: if it
+fires during a later entry, it is rescheduled for the remaining time.
 """
 
 import asyncio
@@ -11,9 +11,13 @@ from types import TracebackType
 
 
 class Deadline:
-    """`with deadline:` raises TimeoutError, as `asyncio.timeout` does, if the block takes longer than `seconds`.
+    """Context manager that raises TimeoutError if its block takes longer than `seconds`.
 
-    At most one task may be inside at a time. on_expiry: called when the time is up, before the block is cancelled.
+    It behaves like `asyncio.timeout`, but only one task may be inside at a time.
+
+    Args:
+        seconds: Time limit in seconds.
+        on_expiry: Called when the time has expired, before the block is cancelled.
     """
 
     def __init__(self, seconds: float, on_expiry: Callable[[], None] = lambda: None) -> None:
@@ -23,7 +27,7 @@ class Deadline:
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
         self.expired = False
-        """Whether the time of the block that runs, or of the last one, is up."""
+        """Whether the time of the current or the last block has expired."""
 
     def __enter__(self) -> None:
         assert self._task is None, "a deadline is for one task at a time"
@@ -44,14 +48,14 @@ class Deadline:
             raise TimeoutError from error
 
     def expire(self) -> None:
-        """The block that runs, if one does, has no time left."""
+        """End the time of the current block, if any."""
         if self._task is not None and not self.expired:
             self.expired = True
             self._on_expiry()
             self._task.cancel()
 
     def close(self) -> None:
-        """No block is entered any more: give the timer back."""
+        """Cancel the timer. The deadline is not used again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionDrain`: the realtime doors' part of stopping gracefully, and where sessions are saved when that happens.
+"""`SessionDrain`: graceful shutdown of the realtime endpoints.
 
-Once draining, no chunk begins. Chunks in the engine are finished, rendered and delivered; then every request ends with
-`draining` (close code 1013) unless it was complete. If `save_to` is set, each world is saved exactly once: where its
-run ends, because a live client's world goes with its connection, or else when nobody uses it. Knows no signals and no
-engine. Held by tests/entrypoints/realtime/test_drain.py.
+While draining, no new chunk starts. Chunks in flight are finished, rendered and delivered. Then
+every incomplete request ends with `draining` (close code 1013). If `save_to` is set, each session
+is saved exactly once: at the end of its run, because closing a live connection frees its session,
+or otherwise when it is idle. This module knows neither signals nor the engine.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _POLL_S = 0.02
 
 
 class Drainable(Protocol):
-    """A session, as far as draining goes."""
+    """The part of a session that draining uses."""
 
     engine_id: str
     started: bool
@@ -44,7 +44,7 @@ S_co = TypeVar("S_co", bound=Drainable, covariant=True)
 
 
 class SessionTable(Protocol[S_co]):
-    """Who has the sessions."""
+    """The part of the session manager that draining uses."""
 
     gate: Gate
 
@@ -55,7 +55,10 @@ class SessionTable(Protocol[S_co]):
 
 
 class SessionDrain(Generic[S]):
-    """save_to: writes a session to where it is kept; None = sessions are not kept."""
+    """Drains the sessions of one API server process.
+
+    `save_to` writes a session to persistent storage. Default: sessions are discarded.
+    """
 
     def __init__(self) -> None:
         self.save_to: Callable[[S], Awaitable[None]] | None = None
@@ -65,14 +68,18 @@ class SessionDrain(Generic[S]):
         self._saving: set[asyncio.Task[None]] = set()
 
     def check(self, **details: Any) -> None:
-        """Raise `DoorError("draining")` if nothing new may begin."""
+        """Check whether new work may start.
+
+        Raises:
+            DoorError: `draining`.
+        """
         if self.is_draining:
             raise DoorError(
-                "draining", "the server is stopping; go on with another one", close=Close.CAPACITY, **details
+                "draining", "the server is stopping; continue on another one", close=Close.CAPACITY, **details
             )
 
     async def unless_draining(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Await `waiting`, or until draining begins."""
+        """Await a coroutine until it ends or draining starts."""
         tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._begun.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -81,11 +88,11 @@ class SessionDrain(Generic[S]):
                 task.cancel()
 
     async def save(self, session: S) -> None:
-        """Save a session if that is wanted and has not been done; a failure is logged, it ends nothing else."""
+        """Save a session once, if sessions are saved. A failure is only logged."""
         if self.save_to is None or session.engine_id in self._saved or not session.started:
             return
         self._saved.add(session.engine_id)
-        # In a task of its own: a client that leaves must not cut it short.
+        # a separate task, because a disconnect must not interrupt it
         saving = asyncio.ensure_future(self._save(self.save_to, session))
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)
@@ -99,9 +106,11 @@ class SessionDrain(Generic[S]):
                 logger.warning("a session could not be saved: %s", error)
 
     async def run(self, manager: SessionTable[S]) -> None:
-        """Stop taking work, and return when all that was begun is done, delivered and saved, and connections closed.
+        """Drain: refuse new work, finish and save what has started, and wait for connections to
+        close.
 
-        A client told `draining` is closed with 1013 by its notifying task, not by the server's end (1012).
+        Clients that receive `draining` are closed with 1013 by their own tasks. Otherwise the
+        server's shutdown would close them with 1012.
         """
         self.is_draining = True
         self._begun.set()
@@ -118,5 +127,5 @@ class SessionDrain(Generic[S]):
 
 
 def _works(session: Drainable) -> bool:
-    """Whether a request runs, or a reader still takes its replies."""
+    """Return whether a request runs, or a client still receives its replies."""
     return session.is_busy or any(run.has_follower for run in session.journal.runs.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldEngine`: the realtime doors' view of the engine: chunks of worlds, and errors that a socket can be told."""
+"""`WorldEngine`: requests of realtime endpoints to the engine, with errors that clients may see."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,25 +21,27 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SnapshotHeader
 
 WORLD_POSES: Final = "world_poses"
-"""Where a chunk's metadata and replies have the poses."""
+"""Key of the poses in a chunk's metadata and replies."""
 
 
 class ChunkResult(msgspec.Struct, frozen=True):
-    """One generated chunk. frames_THWC: uint8 RGB, a view into the engine's answer; wall_ms: from submit to answer.
-
-    trace: where its spans go on.
-    """
+    """One generated chunk."""
 
     meta: dict[str, Any]
+    """Metadata of the engine's result."""
     frames_THWC: np.ndarray
+    """Frames, uint8 RGB, a view of the engine's result."""
     wall_ms: float
+    """Time from the request to its result in milliseconds."""
     trace: ChunkTrace = NO_CHUNK
+    """Trace that the chunk's spans belong to."""
 
     @property
     def world_pose_fields(self) -> dict[str, Any]:
-        """The field `world_poses` of replies: [x_m, z_m, heading_degrees, pitch_degrees] for each latent frame.
+        """The field `world_poses` of replies: [x_m, z_m, heading_degrees, pitch_degrees] per latent
+        frame.
 
-        No field where the camera's pose in the world is unknown.
+        Empty if the camera's pose in the world is unknown.
         """
         poses = self.meta.get(WORLD_POSES)
         return {} if poses is None else {WORLD_POSES: poses}
@@ -59,9 +61,15 @@ class WorldEngine:
     async def generate(
         self, params: DiffusionParams, arrays: dict[str, np.ndarray], trace: ChunkTrace = NO_CHUNK
     ) -> ChunkResult:
-        """Run one chunk. Raises `DoorError`. When cancelled, the engine drops the chunk at its next step.
+        """Run one chunk. Cancelling the call aborts the chunk at its next denoise step.
 
-        trace: goes into the result.
+        Args:
+            params: Parameters of the request.
+            arrays: Input arrays by name.
+            trace: Trace to attach to the result.
+
+        Raises:
+            DoorError: The chunk was refused, was aborted or failed.
         """
         started_s = time.monotonic()
         try:
@@ -78,33 +86,55 @@ class WorldEngine:
         return ChunkResult(meta, results["frames"], (time.monotonic() - started_s) * 1e3, trace)
 
     async def close(self, session_id: str) -> None:
-        """Free a session's state; unknown ids are fine."""
+        """Free a session's state. Unknown ids are ignored."""
         if self._recorder is not None:
             self._recorder.closed(session_id)
         with _door_errors():
             await self._engine.close(session_id)
 
     async def fork(self, session_id: str, fork_to: str) -> None:
-        """Copy a session's committed state to the new id `fork_to`. Raises `DoorError`."""
+        """Copy a session's committed state to a new id.
+
+        Raises:
+            DoorError: The engine refused the copy.
+        """
         with _door_errors():
             await self._engine.run(DiffusionParams(session_id=session_id, op="fork", fork_to=fork_to), {})
         if self._recorder is not None:
             self._recorder.forked(session_id, fork_to)
 
     async def save(self, session_id: str, path: Path, owner: Mapping[str, str] | None) -> SnapshotHeader:
-        """Write a session to the new file `path`. Raises `DoorError`."""
+        """Write a session to a new file.
+
+        Raises:
+            DoorError: The session could not be written.
+        """
         with _door_errors():
             return await self._engine.save_session(session_id, path, owner)
 
     async def checkpoint(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> tuple[SnapshotHeader, float]:
-        """The same while the engine goes on: `(header, seconds that it cost the engine)`. Raises `DoorError`."""
+        """Write a session to a new file without pausing the engine.
+
+        Returns:
+            `(header, seconds that it cost the engine)`.
+
+        Raises:
+            DoorError: The session could not be written.
+        """
         with _door_errors():
             return await self._engine.checkpoint_session(session_id, path, owner)
 
     async def restore(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
-        """Make a session of a file: `(header, scalars)`. Raises `DoorError`."""
+        """Restore a session from a file.
+
+        Returns:
+            `(header, scalars)`.
+
+        Raises:
+            DoorError: The session could not be restored.
+        """
         with _door_errors():
             return await self._engine.restore_session(session_id, path)
 

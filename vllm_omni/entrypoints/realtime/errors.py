@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors and close codes that a client of any realtime door can see.
+"""Errors and close codes that clients of realtime endpoints can receive.
 
-Texts are made here or by `RequestFailed`: short, fixed, without paths, addresses or a library's words. Clients switch
-on `code`; `retryable` says whether the same request may succeed later.
+Messages come from this package or from `RequestFailed`: they are short and contain no paths,
+addresses or texts of libraries. Clients should switch on `code`. `retryable` states whether the
+same request may succeed later.
 """
 
 from enum import IntEnum
@@ -28,7 +29,8 @@ RETRYABLE: Final = frozenset(
 
 
 class Close(IntEnum):
-    """WebSocket close codes (RFC 6455 section 7.4; 4000 and up are ours)."""
+    """WebSocket close codes (RFC 6455, section 7.4). Codes from 4000 on are specific to this
+    package."""
 
     NORMAL = 1000
     UNSUPPORTED_DATA = 1003
@@ -41,10 +43,15 @@ class Close(IntEnum):
 
 
 class DoorError(Exception):
-    """One request, or one message, was refused; the connection goes on unless `close` is set.
+    """A request or message was refused. The connection stays open unless `close` is set.
 
-    code: stable word. param: the field at fault. close: end the connection with this code after the error was sent.
-    details: further keys of the error message (`expected`, `next_chunk_index`, `retry_after_ms`, ...).
+    Args:
+        code: Stable identifier of the error.
+        message: Explanation for a human reader.
+        param: Field of the message that is at fault.
+        close: Close code. If set, the connection is closed after the error was sent.
+        details: Further keys of the error message, for example `expected`, `next_chunk_index` or
+            `retry_after_ms`.
     """
 
     def __init__(
@@ -63,4 +70,4 @@ class DoorError(Exception):
 
 
 class ClientGone(Exception):
-    """The peer left, or was closed; nobody is there to be told."""
+    """The peer has disconnected or the connection was closed, so no message can be sent."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldFacts`: properties of the served model that doors need, so that no door names a model.
+"""`WorldFacts`: stream metadata of the served model, so that endpoints are independent of the
+model.
 
-A family states its differences from the defaults (`ModelFamily.world_facts`); sizes and session limits come from
-`OmniConfig`.
+A family defines its differences from the defaults in `ModelFamily.world_facts`. Sizes and session
+limits come from `OmniConfig`.
 """
 
 from collections.abc import Iterator
@@ -22,48 +23,62 @@ if TYPE_CHECKING:
 
 
 class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Controls, geometry and rates of a causal world model.
-
-    actions: the controls that it takes, whether it has prompts and start images.
-    patch_size, vae_stride: (time, height, width).
-    first_stride: pixel frames of a session's first latent frame.
-    latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
-    chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. key_focal: focal
-    length that goes with keys, in pixels of the video, unless the world's description has its own. key_step: length of
-    a step of a movement key, in units of poses. fps: the rate the model was trained at.
-    """
+    """Controls, geometry and rates of a causal world model."""
 
     actions: ActionSpace = CAMERA_SPACE
+    """Controls of the model, and whether it takes prompts and start images."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
+    """Patch size of the transformer: (time, height, width)."""
     vae_stride: tuple[int, int, int] = (4, 8, 8)
+    """Downsampling of the VAE: (time, height, width)."""
     first_stride: int = 1
+    """Pixel frames of a session's first latent frame. Default: 1."""
     latent_frames_per_chunk: int = 3
+    """Latent frames that are denoised together. Default: 3."""
     first_chunk_latent_frames: int | None = None
+    """Latent frames of a session's first chunk. Default: `latent_frames_per_chunk`."""
     fps: float = 16.0
+    """Frame rate that the model was trained at. Default: 16."""
     intrinsics_reference_size: tuple[int, int] = (832, 480)
+    """(width, height) in pixels that intrinsics refer to."""
     key_focal: float = 500.0
+    """Focal length that camera keys assume, in pixels of the video, unless the world description
+    has one."""
     key_step: float = 0.05
+    """Step of a movement key in pose units. Default: 0.05."""
 
     height: int = DEFAULT_HEIGHT
+    """Default height of the frames in pixels."""
     width: int = DEFAULT_WIDTH
+    """Default width of the frames in pixels."""
     max_sessions: int = 8
+    """Maximum number of sessions over all data-parallel ranks."""
     session_idle_s: float = 300.0
+    """Idle time in seconds after which a session is closed."""
     by_deadline: bool = False
-    """Whether the engine wants to know when a chunk is due (`omni.scheduling`)."""
+    """Whether the engine schedules chunks by deadline (`OmniConfig.scheduling`)."""
     window_frames: int | None = None
-    """Latent frames that a chunk sees, where a session may choose fewer; None = it may not."""
+    """Attention window in latent frames, if sessions may choose a smaller one. None: they may not.
+    """
     sink_frames: int | None = None
+    """Sink frames of the attention window, if sessions may choose fewer. None: they may not."""
     chunks_in_flight: int = 1
-    """Chunks of a session that the engine works on at once (`OmniConfig`)."""
+    """Chunks of a session that the engine processes at the same time (`OmniConfig`)."""
     target_fps: float | None = None
-    """Frame rate of a stream whose client names none; None = the model's rate."""
+    """Frame rate of streams without a rate of their client. None: the model's rate."""
     model: str = ""
+    """Name of the model, as clients know it."""
     card: WorldCard | None = None
-    """The checkpoint's world card, if it has one."""
+    """World description of the checkpoint, if it has one."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "WorldFacts":
-        """Read the model's own facts and the deployment's. `model`: the name clients know it by."""
+        """Return the metadata of the served model and its deployment.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            model: Name of the model, as clients know it.
+        """
         hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         family = get_family(hf_config["omni_family"])
@@ -84,24 +99,36 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def needs_image(self) -> bool:
-        """Whether a session must begin with a start image."""
+        """Whether a session requires a start image."""
         return self.actions.image == "required"
 
     def check_prompt(self, prompt: str | None) -> None:
-        """Raise `DoorError("invalid_prompt")` for a text that a model without prompts cannot use."""
+        """Check a prompt.
+
+        Raises:
+            DoorError: `invalid_prompt`: the model takes no prompts.
+        """
         if prompt and self.actions.prompt == "none":
             raise DoorError(
                 "invalid_prompt", f"this model takes no prompt; it takes {self.actions.takes()}", param="prompt"
             )
 
     def check_image(self, has_image: bool, param: str) -> None:
-        """Raise `DoorError` if a world cannot begin with, or without, a start image. param: its key in the message."""
+        """Check whether a session may start with, or without, a start image.
+
+        Args:
+            has_image: Whether the client sent one.
+            param: Key of the image in the client's message.
+
+        Raises:
+            DoorError: `invalid_image` or `missing_image`.
+        """
         if has_image and self.actions.image == "none":
             raise DoorError(
                 "invalid_image", f"this model takes no start image; it takes {self.actions.takes()}", param=param
             )
         if not has_image and self.needs_image:
-            raise DoorError("missing_image", f"this model begins with an image; send {param}", param=param)
+            raise DoorError("missing_image", f"this model requires a start image; send {param}", param=param)
 
     @property
     def max_area(self) -> int:
@@ -109,7 +136,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def size_multiple(self) -> tuple[int, int]:
-        """(width, height) must be multiples of this, in pixels."""
+        """(width, height) in pixels; the size of frames must be a multiple of it."""
         return self.patch_size[2] * self.vae_stride[2], self.patch_size[1] * self.vae_stride[1]
 
     @property
@@ -123,37 +150,54 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.vae_stride[0] * self.latent_frames_per_chunk
 
     def key_intrinsics(self, width: int, height: int) -> list[float]:
-        """fx, fy, cx, cy of the view that goes with keys, for poses of a video of `width` x `height`.
+        """Return fx, fy, cx, cy of the view that camera keys assume.
 
-        In pixels of the reference size, as poses' intrinsics are given.
+        Units are pixels of the reference size, as for the intrinsics of poses.
+
+        Args:
+            width: Width of the video in pixels.
+            height: Height of the video in pixels.
         """
         wide, high = self.intrinsics_reference_size
         focal = self.focal_of_keys(width)
         return [focal * wide / width, focal * high / height, wide / 2, high / 2]
 
     def focal_of_keys(self, width: int) -> float:
-        """Focal length that goes with keys in a video of `width`, in its pixels."""
+        """Return the focal length that camera keys assume, in pixels of a video of `width`."""
         own = None if self.card is None else self.card.focal
         return self.key_focal if own is None else own * width
 
     def pixel_frames(self, latent_frames: int, starts_world: bool) -> int:
-        """Pixel frames of so many latent frames, a session's first or later ones."""
+        """Return the pixel frames of a number of latent frames.
+
+        Args:
+            latent_frames: Number of latent frames.
+            starts_world: Whether they are the first ones of a session.
+        """
         less = self.vae_stride[0] - self.first_stride if starts_world else 0
         return max(0, self.vae_stride[0] * latent_frames - less)
 
     def latent_frames(self, pixel_frames: int) -> int:
-        """Latent frames of a chunk of `pixel_frames`, a session's first or a later one."""
+        """Return the latent frames of a chunk of `pixel_frames`."""
         return -(-pixel_frames // self.vae_stride[0])
 
     def chunk_sizes(self, first: bool) -> Iterator[int]:
-        """Endless sizes of the coming chunks in pixel frames; `first`: the session has not begun."""
+        """Yield the sizes of the next chunks in pixel frames, without end.
+
+        Args:
+            first: Whether the session has not started.
+        """
         if first:
             yield self.first_chunk_frames
         while True:
             yield self.chunk_frames
 
     def split(self, num_frames: int, first: bool) -> tuple[list[int], int]:
-        """Cut `num_frames` into whole chunks: `(sizes, frames left over)`."""
+        """Split a number of pixel frames into whole chunks.
+
+        Returns:
+            `(sizes, remaining frames)`.
+        """
         sizes: list[int] = []
         for size in self.chunk_sizes(first):
             if size > num_frames:
@@ -163,7 +207,11 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         raise AssertionError("unreachable: chunk_sizes is endless")
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise `DoorError("unsupported_size")` unless the model can make frames of this size."""
+        """Check the size of frames.
+
+        Raises:
+            DoorError: `unsupported_size`: the model cannot generate frames of this size.
+        """
         wide, high = self.size_multiple
         if width % wide or height % high or height * width > self.max_area:
             raise DoorError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Gate`: who may come in at any realtime door, decided before the WebSocket upgrade.
+"""`Gate`: admits clients to the realtime endpoints before the WebSocket upgrade.
 
-A browser page of a foreign origin is refused with 403, one connection too many with 503. The count is of all doors of
-one API server process. API keys are checked before, by vLLM's own middleware. Held by
-tests/entrypoints/realtime/test_handshake.py.
+A browser page of another origin is refused with 403. A connection over the limit is refused with
+503. The limit applies to all endpoints of one API server process together. vLLM's own middleware
+has already checked API keys.
 """
 
 import logging
@@ -20,9 +20,12 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class Gate:
-    """The one entrance of all doors in an API server process.
+    """Admission of connections in one API server process.
 
-    origins: `scheme://host[:port]` from which browsers may connect besides the server's own; "null" is a file, "*" any.
+    Args:
+        limits: Maximum number of connections.
+        origins: `scheme://host[:port]` from which browsers may connect, in addition to the server's
+            own. "null" stands for local files, "*" for any origin.
     """
 
     def __init__(self, limits: DoorLimits, origins: Iterable[str] = ()) -> None:
@@ -30,11 +33,11 @@ class Gate:
         self._origins = frozenset(map(normalize_origin, origins))
         self.num_connections = 0
         self.is_draining = False
-        """The server is about to stop: nobody comes in any more."""
+        """Whether the server is shutting down and admits no connections."""
 
     @asynccontextmanager
     async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
-        """Yield whether this client may come in; one that may not has been answered."""
+        """Yield whether this client is admitted. A refused client has received its response."""
         refusal = self._refusal(websocket)
         if refusal is not None:
             await websocket.send_denial_response(refusal)

@@ -230,7 +230,7 @@ class _Client(LiveClient):
         try:
             superseded = self._track.apply(event.updates, event.event_id)
         except TooManyEvents:
-            raise DoorError("too_many_events", f"{MAX_WAITING} motion events already wait for the next chunk") from None
+            raise DoorError("too_many_events", f"{MAX_WAITING} motion events wait for the next chunk") from None
         for event_id in superseded:
             await self._acknowledge("superseded", event_id)
         if event.event_id is not None:
@@ -252,8 +252,7 @@ class _Client(LiveClient):
         self._write_ms += (time.perf_counter() - started_s) * 1e3
 
     def _after_chunk(self, report: ChunkReport) -> list[bytes]:
-        """Return the messages that follow a chunk's last frames and are written together with them.
-        """
+        """Return the messages that are sent in one write with a chunk's last frames."""
         messages = [self._stats(report)]
         for event_id in report.sample.applied if "receipts" in self._granted else ():
             applied = {"type": "event_applied", "event_id": event_id}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frame messages of `/v1/realtime_video/generate`: a finished chunk becomes one or more `FrameMessage`s.
+"""Frame messages of `/v1/realtime_video/generate`: converts a finished chunk to `FrameMessage`s.
 
-A message is one msgpack map with the payload inside, or, from 64 KiB on, a header map and the payload as a WebSocket
-message of its own right behind it. Runs on the executor's threads unless the frames are sent as they are. Held by
-tests/entrypoints/realtime/test_generate_frames.py.
+A message is one msgpack map that contains the payload. From 64 KiB on it is a header map, followed
+by the payload as a separate WebSocket message. Encoding runs on the executor's threads, except for
+raw frames.
 """
 
 import io
@@ -34,39 +34,53 @@ _CONTENT_TYPES: Final = {
 }
 _DEFAULT_QUALITY: Final = {"webp": 90, "jpeg": 95}
 _GZIP_LEVEL: Final = 1
-_GZIP_WINDOW: Final = 31  # zlib's way to say: gzip framing
+_GZIP_WINDOW: Final = 31  # zlib's code for gzip framing
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a chunk's `chunk_stats` that are known before it is sent. Times in milliseconds.
-
-    world_pose_fields: as `ChunkResult.world_pose_fields`.
-    """
+    """Fields of `chunk_stats` that are known before the chunk is sent."""
 
     session_id: str
+    """Session id."""
     request_id: str
+    """Request id."""
     chunk_index: int
+    """Number of the chunk within the session."""
     sample: Sample
+    """Controls of the chunk."""
     forward_ms: float
+    """Time from the request to its result in milliseconds."""
     build_ms: float
+    """Time to encode the frames in milliseconds."""
     num_batches: int
+    """Number of frame messages."""
     num_frames: int
+    """Number of pixel frames."""
     raw_bytes: int
+    """Size of the uncompressed frames in bytes."""
     content_type: str
+    """MIME type of the payload."""
     world_pose_fields: dict[str, Any]
+    """As `ChunkResult.world_pose_fields`."""
 
 
 class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """WebSocket messages that belong together, `num_bytes` long. report: of the whole chunk, with its last one only."""
+    """WebSocket messages that are sent together."""
 
     parts: tuple[bytes | memoryview, ...]
+    """The messages."""
     num_bytes: int
+    """Their total size in bytes."""
     chunk_frames: int
+    """Pixel frames of the whole chunk."""
     is_first: bool
+    """Whether this is the chunk's first message."""
     is_new_event: bool
+    """Whether the chunk contains the first effect of an event."""
     report: ChunkReport | None
+    """Report of the chunk, for its last message only."""
 
     def __len__(self) -> int:
         return self.num_bytes
@@ -74,14 +88,15 @@ class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class FrameBatcher:
-    """How one session wants its frames. format: a key of the content types; quality: of webp and jpeg, None = default.
-
-    preview_max_width: webp and jpeg are scaled down to it, None or 0 = not at all; never scaled up.
-    """
+    """Encodes the frames of one session."""
 
     format: str
+    """A key of `_CONTENT_TYPES`."""
     quality: int | None = None
+    """Quality of webp and jpeg, 1 to 100. Default: 90 and 95."""
     preview_max_width: int | None = None
+    """Maximum width of webp and jpeg in pixels; wider frames are scaled down. Default or 0: no
+    limit."""
 
     def __call__(self, chunk: FinishedChunk) -> list[FrameMessage]:
         """Return the chunk's messages in order."""
@@ -138,7 +153,8 @@ class FrameBatcher:
     def _payload(
         self, frames_THWC: np.ndarray, reference_HWC: np.ndarray | None
     ) -> tuple[bytes | memoryview, dict[str, Any]]:
-        """Return one message's frames (raw ones are not copied), and the header fields that describe them."""
+        """Return one message's frames and the header fields that describe them. Raw frames are not
+        copied."""
         _, height, width, channels = frames_THWC.shape
         fields: dict[str, Any] = {
             "format": "rgb24",
@@ -181,7 +197,12 @@ class FrameBatcher:
 
 
 def _delta_gzip(frames_THWC: np.ndarray, reference_HWC: np.ndarray | None) -> bytes:
-    """Each frame XOR the one before it (the first: XOR `reference_HWC`, if there is one), in one gzip stream."""
+    """Compress frames, each XOR its predecessor, as one gzip stream.
+
+    Args:
+        frames_THWC: Frames to compress.
+        reference_HWC: Predecessor of the first frame. None: the first frame is not differenced.
+    """
     compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
     parts = []
     for frame_HWC in frames_THWC:

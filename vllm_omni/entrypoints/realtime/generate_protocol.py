@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed messages of `/v1/realtime_video/generate`, wire-compatible with SGLang 0.5.23.
 
-Reads client messages (msgpack maps, already decoded) and writes errors. Integers of the server stay within 32 bits
-and its strings below 64 KiB, because the WebUI's own decoder reads nothing larger. Held by
-tests/entrypoints/realtime/{test_generate_door,test_fuzz_doors}.py.
+This module parses client messages (decoded msgpack maps) and builds errors. The server's integers
+stay within 32 bits and its strings below 64 KiB, because the web UI's decoder supports nothing
+larger.
 """
 
 import re
@@ -32,7 +32,8 @@ from vllm_omni.seeds import AskedSeed, check_seed
 from vllm_omni.worlds.start_pose import StartPose
 
 EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions", "world_poses")
-"""Extensions a client may enable with `init.extensions`; others never see another message type."""
+"""Extensions that a client may enable with `init.extensions`. Other clients never receive other
+types of messages."""
 
 INVALID_INIT: Final = "invalid generate request"
 INVALID_EVENT: Final = "invalid event"
@@ -40,7 +41,8 @@ BUSY: Final = "another realtime session is already active"
 
 _MAX_TRANSITIONS: Final = 512
 _NOT_OFFERED: Final = ("enhance_prompt", "enable_frame_interpolation", "enable_upscaling")
-"""Switches of SGLang that change the frames. They are refused, because a client would wait for other frames."""
+"""Options of SGLang that change the frames. They are refused, because the client would expect other
+frames."""
 _U32: Final = (1 << 32) - 1
 _SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
@@ -50,53 +52,81 @@ EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
 
 
 class Init(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, causal window).
+    """The first message of a connection.
 
-    size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG, WebP or GIF bytes, or a `data:` URL.
-    prompts: extension; prompts that follow `prompt`, each from its second or chunk on; a prompt event comes in between.
-    num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
-    jpeg. realtime_causal_kv_cache_num_frames, realtime_causal_sink_size: the session's window and sinks.
-    realtime_preview_max_width: frames are scaled down to this width before they are encoded. lora: LoRA adapters,
-    `[{"name", "scale"}]`. start_pose: extension; where in the world the first frame was taken.
+    Unknown keys are ignored, and so are settings that the deployment fixes (steps, causal window).
     """
 
     type: Literal["init"]
+    """Type of the message."""
     prompt: str
+    """First prompt."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
+    """Extension: later prompts, each with its second or chunk. Prompt events may come between them.
+    """
     model: str | None = None
+    """Name of the model. Default: not checked."""
     first_frame: Any = None
+    """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
     size: str | None = None
+    """Size of the frames, for example `"832x480"`. Default: the deployment's."""
     fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
+    """Playback rate in frames per second, 1 to 240. Default: the model's."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    """Accepted and ignored, because the model fixes the length of the first chunk."""
     max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
+    """Maximum number of chunks. Default: unlimited."""
     seed: AskedSeed = 42
+    """Seed of the noise. Default: 42."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Accepted and ignored."""
     guidance_scale: Number | None = None
+    """Accepted and ignored."""
     negative_prompt: str | None = None
+    """Accepted and ignored."""
     enhance_prompt: bool = False
+    """Refused if True."""
     condition_inputs: dict[str, Any] | None = None
+    """Actions of the first chunks: `camera_actions`, or `actions` with that extension."""
     realtime_output_format: OutputFormat | None = None
+    """Encoding of the frames. Default: raw."""
     output_compression: Annotated[int, msgspec.Meta(ge=1, le=100)] | None = None
+    """Quality of webp and jpeg, 1 to 100. Default: 90 and 95."""
     realtime_preview_max_width: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None
+    """Maximum width in pixels; wider frames are scaled down before encoding. 0 or default: no
+    limit."""
     realtime_output_pacing: bool = False
+    """Send each chunk no earlier than it plays. Default: False."""
     realtime_causal_kv_cache_num_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    """Attention window of the session in latent frames, at most the server's. Default: the
+    server's."""
     realtime_causal_sink_size: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
+    """Sink frames of the session, at most the server's. Default: the server's."""
     enable_frame_interpolation: bool = False
+    """Refused if True."""
     enable_upscaling: bool = False
+    """Refused if True."""
     lora: Loras | None = None
+    """LoRA adapters, `[{"name", "scale"}]`."""
     start_pose: StartPose | None = None
+    """Extension: pose of the start image in the world."""
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
+    """Names of the requested extensions."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
     @property
     def granted(self) -> tuple[str, ...]:
-        """The extensions that were asked for and exist here."""
+        """Requested extensions that the server has."""
         return tuple(name for name in EXTENSIONS if name in (self.extensions or ()))
 
     def height_width(self) -> tuple[int, int] | None:
-        """Raises `DoorError` if `size` is not of the form WIDTHxHEIGHT."""
+        """Return (height, width), or None for the default size.
+
+        Raises:
+            DoorError: `size` is not of the form WIDTHxHEIGHT.
+        """
         if self.size is None:
             return None
         found = _SIZE.fullmatch(self.size)
@@ -105,9 +135,13 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
         return int(found[2]), int(found[1])
 
     def window(self, most_frames: int | None, most_sinks: int | None) -> tuple[int | None, int | None]:
-        """Window and sinks of the session, None = the server's. most_*: the server's; None = a session cannot choose.
+        """Return the session's window and sink frames; None for the server's.
 
-        The original's page sends 18 and 9 by itself, so that larger values become the server's.
+        Larger values become the server's, because the original web page always sends 18 and 9.
+
+        Args:
+            most_frames: The server's window. None: sessions cannot choose one.
+            most_sinks: The server's sink frames. None: as above.
         """
         frames, sinks = self.realtime_causal_kv_cache_num_frames, self.realtime_causal_sink_size
         if most_frames is None or most_sinks is None:
@@ -118,7 +152,11 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def script(self, space: ActionSpace = CAMERA_SPACE) -> Script | States | None:
-        """The actions that steer the first chunks, if the client sent some. Raises `DoorError`."""
+        """Return the actions of the first chunks, if the client sent any.
+
+        Raises:
+            DoorError: The actions are invalid.
+        """
         inputs = self.condition_inputs or {}
         if "actions" in self.granted and inputs.get("actions") is not None:
             return read_actions_message(inputs["actions"], space)
@@ -127,32 +165,41 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A control while the stream runs; `updates` belong together."""
+    """A control event during the stream."""
 
     updates: tuple[Update, ...]
+    """Parts of the event. They are applied together."""
     event_id: int | None
+    """The client's id of the event."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `control`: act on the session itself. id comes back in `control_result`."""
+    """Extension `control`: pause, resume, restart or stop the session."""
 
     type: Literal["control"]
+    """Type of the message."""
     op: Literal["pause", "resume", "reset", "stop"]
+    """Operation."""
     id: EventId | Annotated[str, msgspec.Meta(max_length=128)] | None = None
+    """Returned in `control_result`."""
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `credit`: the client can take so many chunks more."""
+    """Extension `credit`: allows the server to send more chunks."""
 
     type: Literal["credit"]
+    """Type of the message."""
     chunks: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+    """Number of additional chunks."""
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `ping`: answered with `pong`, which carries `t` back."""
+    """Extension `ping`. The server replies with `pong`."""
 
     type: Literal["ping"]
+    """Type of the message."""
     t: float | None = None
+    """Returned in `pong`."""
 
 
 Extra = Control | Credit | Ping
@@ -164,13 +211,20 @@ _EXTRAS: Final[dict[str, tuple[str, type[Control] | type[Credit] | type[Ping]]]]
 
 
 def named_extensions(value: Any) -> tuple[str, ...]:
-    """The extensions that a message names, well-formed or not: who names some understands details of a refusal."""
+    """Return the extensions that a message names, even if the message is invalid.
+
+    A client that names extensions understands the details of a refusal.
+    """
     names = value.get("extensions") if isinstance(value, dict) else None
     return tuple(name for name in EXTENSIONS if name in names) if isinstance(names, list) else ()
 
 
 def parse_init(value: Any, limits: DoorLimits, space: ActionSpace = CAMERA_SPACE) -> Init:
-    """Raises `DoorError`; its text is for the log and for clients with extensions."""
+    """Parse and check an `init` message.
+
+    Raises:
+        DoorError: The message is invalid. The text is for the log and for clients with extensions.
+    """
     init = _convert(value, Init)
     for name in _NOT_OFFERED:
         if getattr(init, name):
@@ -190,14 +244,21 @@ def parse_init(value: Any, limits: DoorLimits, space: ActionSpace = CAMERA_SPACE
 
 @dataclass(frozen=True)
 class EventReader:
-    """Reads events of one client. space: the model's controls. granted: the client's extensions."""
+    """Parses events of one client."""
 
     limits: DoorLimits
+    """Limits of messages."""
     space: ActionSpace = CAMERA_SPACE
+    """Controls of the model."""
     granted: tuple[str, ...] = ()
+    """Extensions of the client."""
 
     def read(self, value: Any) -> Event:
-        """Raises `DoorError`: the whole event is refused if any part of it is wrong."""
+        """Parse and check one event.
+
+        Raises:
+            DoorError: A part of the event is invalid. The whole event is refused.
+        """
         event_id = _event_id(value)
         kind, payload = value.get("kind"), value.get("payload")
         if kind == "composite_input":
@@ -235,11 +296,16 @@ class EventReader:
 
 
 def _event_id(value: Any) -> int | None:
-    """The id of a message that is an event. Raises `DoorError`."""
+    """Return the id of a message that is an event.
+
+    Raises:
+        DoorError: The message is not an event, or its id is invalid.
+    """
     if not isinstance(value, dict) or value.get("type") != "event":
         raise DoorError("invalid_request", "a message must be a map with type 'event'")
     event_id = value.get("event_id")
-    if type(event_id) is float and event_id.is_integer():  # as JavaScript packs large ones
+    # JavaScript packs large integers as floats
+    if type(event_id) is float and event_id.is_integer():
         event_id = int(event_id)
     if event_id is not None and (type(event_id) is not int or not 0 <= event_id <= _U32):
         raise DoorError("invalid_request", f"event_id must be a whole number from 0 to {_U32}", param="event_id")
@@ -247,7 +313,7 @@ def _event_id(value: Any) -> int | None:
 
 
 def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
-    """Return an extension's message; None if it is not one, or of an extension that was not granted."""
+    """Return the message of a granted extension, or None for any other message."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _EXTRAS or _EXTRAS[kind][0] not in granted:
         return None
@@ -255,7 +321,7 @@ def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
 
 
 def error_reply(error: DoorError, content: str, granted: tuple[str, ...] = ()) -> dict[str, Any]:
-    """An `error` message; details only for clients that know extensions."""
+    """Return an `error` message. Only clients with extensions receive details."""
     reply: dict[str, Any] = {"type": "error", "content": content}
     if granted:
         reply |= {"code": error.code, "message": error.message, "retryable": error.retryable, **error.details}

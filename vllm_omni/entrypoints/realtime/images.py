@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start images from clients: bytes or arrays in, uint8 RGB of the session's size out.
 
-Format and size are read from the file's header before a pixel is decoded. No text of Pillow's reaches a client.
+Format and size are read from the file's header before pixels are decoded. Clients never see
+Pillow's messages.
 """
 
 import base64
@@ -23,12 +24,21 @@ _ALLOWED: Final = "send PNG, JPEG, WebP or GIF bytes, a data: URL of one, or a u
 
 
 def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.ndarray:
-    """Return the picture as a new uint8 RGB array `[height, width, 3]`, stretched to that size (bicubic).
+    """Return an image as a new uint8 RGB array `[height, width, 3]`, stretched to that size
+    (bicubic).
 
-    source: encoded file as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`. Transparent parts
-    become white; of an animation the first frame is taken.
-    Intrinsics that are scaled by width and height assume stretching, not cropping.
-    Raises `DoorError` `invalid_image` or `image_too_large`. Runs for some 10 ms: call it off the event loop.
+    Takes about 10 ms, so call it on a thread. The image is stretched and not cropped, because
+    intrinsics are scaled by width and height.
+
+    Args:
+        source: File as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`.
+            Transparent parts become white. Of an animation, the first frame is used.
+        height: Height of the result in pixels.
+        width: Width of the result in pixels.
+        limits: Limits of the image's size.
+
+    Raises:
+        DoorError: `invalid_image` or `image_too_large`.
     """
     picture = read_picture(source, limits)
     if picture.size != (width, height):
@@ -37,7 +47,7 @@ def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.n
 
 
 def read_picture(source: Any, limits: DoorLimits) -> Image.Image:
-    """Return the image in its own size, as `rgb_image` makes it; otherwise as `load_image`."""
+    """Return the image in its original size. Arguments and errors are those of `load_image`."""
     if isinstance(source, str):
         source = _data_url(source, limits)
     return _from_array(source, limits) if isinstance(source, np.ndarray) else _from_file(source, limits)
@@ -60,13 +70,14 @@ def _from_file(data: Any, limits: DoorLimits) -> Image.Image:
     _check_bytes(len(data), limits)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower and an error
+            # this package's limit is lower and an error
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
                 _check_pixels(picture.width, picture.height, limits)
                 return rgb_image(picture)
     except DoorError:
         raise
-    except Image.DecompressionBombError:  # Pillow's limit, before ours could be looked at
+    except Image.DecompressionBombError:  # Pillow checks its own limit first
         raise DoorError("image_too_large", "the image has far too many pixels", param="image") from None
     except Exception:  # Pillow's parsers raise a dozen types; their texts hold addresses and file names
         name = format_name(data)

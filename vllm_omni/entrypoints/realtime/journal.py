@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Journal`: the requests a session remembers and the replies it keeps of them, for replay and resume.
+"""`Journal`: the recent requests of a session and their replies, for replay and resume.
 
-Bounded in requests and in bytes. Knows neither the engine nor the world. Held by
-tests/entrypoints/realtime/{test_session,test_world_camera_sessions}.py.
+The numbers of requests and bytes are bounded. This module knows neither the engine nor the
+session's state.
 """
 
 from collections import OrderedDict
@@ -15,16 +15,24 @@ _REMEMBERED_RUNS: Final = 64
 
 
 class Journal:
-    """`runs`: by request id, oldest first."""
+    """Requests of one session and their replies."""
 
     def __init__(self) -> None:
         self.runs: OrderedDict[str, Run] = OrderedDict()
+        """Runs by request id, oldest first."""
 
     def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[Run, int]]:
-        """Runs and reply numbers from which to replay the chunks after `last_chunk` (None: from the beginning).
+        """Return what to replay after a reconnect.
 
-        next_chunk: where the session stands. Raises `DoorError("resync_required", next_chunk_index=...)` if a part of
-        it is no longer kept.
+        Args:
+            last_chunk: Last chunk that the client has received. None: no chunk.
+            next_chunk: Number of the session's next chunk.
+
+        Returns:
+            Runs and the numbers of their first reply to deliver.
+
+        Raises:
+            DoorError: `resync_required`: some replies have been dropped.
         """
         wanted = 0 if last_chunk is None else last_chunk + 1
         missed: list[tuple[Run, int]] = []
@@ -38,21 +46,22 @@ class Journal:
                 missed.append((run, run.num_replies))
         if wanted < next_chunk:
             raise DoorError(
-                "resync_required", "not everything since then is kept; go on from here", next_chunk_index=next_chunk
+                "resync_required", "some replies have been dropped; continue from here", next_chunk_index=next_chunk
             )
         return missed
 
     def drop_delivered(self, keep_bytes: int) -> None:
-        """Forget delivered replies, oldest first, until at most `keep_bytes` are kept (or none is left to forget)."""
+        """Drop delivered replies, oldest first, until at most `keep_bytes` remain."""
         total = 0
-        for run in self.runs.values():  # after every chunk, and without the frames of a generator
+        # runs after every chunk, so a generator expression would cost too much
+        for run in self.runs.values():
             total += run.kept_bytes
         for run in self.runs.values():
             while total > keep_bytes and (freed := run.drop_oldest()):
                 total -= freed
 
     def forget_old(self) -> None:
-        """Forget ended requests beyond the number that is remembered."""
+        """Remove the oldest finished requests beyond the limit."""
         num_old = len(self.runs) - _REMEMBERED_RUNS
         if num_old <= 0:
             return
@@ -66,7 +75,7 @@ class Journal:
                 self._forget(request_id, run)
 
     def discard(self) -> None:
-        """Give back the bytes of every reply; the session is gone."""
+        """Drop every reply, because the session has ended."""
         for run in self.runs.values():
             run.discard()
 

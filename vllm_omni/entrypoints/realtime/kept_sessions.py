@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KeptSessions`: the directory in which sessions outlive the server process that served them.
+"""`KeptSessions`: the directory of snapshots that outlive their server process.
 
-Two kinds of file lie there: `<digest>.session.safetensors`, left by a server that was told to stop, and
-`<digest>.<owner>.session.safetensors`, a checkpoint that belongs to the process `owner` while that lives. The digest is
-of the session's key. A file appears whole, under its name, or not at all. Knows no sessions and no engine.
-Held by tests/entrypoints/realtime/test_world_checkpoints.py and test_drain_served.py.
+It contains two kinds of files. `<digest>.session.safetensors` is a session that a server saved at
+shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs to the process
+`owner` while that process lives. The digest is that of the session's key. Files are renamed into
+place, so they are always complete. This module knows neither sessions nor the engine.
 """
 
 import contextlib
@@ -25,32 +25,41 @@ logger = logging.getLogger("vllm." + __name__)
 SUFFIX: Final = ".session.safetensors"
 _PARTIAL: Final = ".partial"
 _ABANDONED_S: Final = 600.0
-"""The age of an unfinished file whose server, on another machine, must be dead."""
+"""Age in seconds at which an incomplete file of another machine is considered abandoned."""
 _LIFETIME_S: Final = 86_400.0
-"""The age at which a dead server's checkpoint that nobody could take over is removed."""
+"""Age in seconds at which a periodic snapshot that no server could restore is removed."""
 
 
 class KeptSessions:
-    """owner: this process, as `Spool.owner` names it; with checkpoints, that of a spool in this same folder."""
+    """Paths of snapshots in one directory.
+
+    Args:
+        folder: The directory. Created if it does not exist.
+        owner: Name of this process, from `Spool.owner`. For periodic snapshots the spool must be in
+            the same directory.
+    """
 
     def __init__(self, folder: Path, owner: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder, self._owner = folder, owner
 
     def drained(self, key: SessionKey) -> Path:
-        """Where a session of a server that is stopping lies."""
+        """Return the path of a session that is saved at shutdown."""
         return self.folder / f"{_digest(key)}{SUFFIX}"
 
     def checkpoint(self, key: SessionKey) -> Path:
-        """Where this process keeps a session that lives."""
+        """Return the path of this process's periodic snapshot of a session."""
         return self.folder / f"{_digest(key)}.{self._owner}{SUFFIX}"
 
     def partial(self, final: Path) -> Path:
-        """Where `final` is written before it gets its name."""
+        """Return the path at which a file is written before it is renamed to `final`."""
         return final.with_name(f"{final.name.removesuffix(SUFFIX)}.{self._owner}{_PARTIAL}")
 
     def left_by_others(self) -> list[Path]:
-        """Files of processes that have ended, the oldest first; of several of one session, the newest."""
+        """Return the snapshots of ended processes, oldest first.
+
+        Of several snapshots of one session, only the newest is returned.
+        """
         newest: dict[str, tuple[float, Path]] = {}
         for path in self.folder.glob(f"*{SUFFIX}"):
             digest, _, owner = path.name.removesuffix(SUFFIX).partition(".")
@@ -63,17 +72,19 @@ class KeptSessions:
                 newest[digest] = max(found, newest.get(digest, found))
                 if older != newest[digest]:
                     older[1].unlink()
-            except FileNotFoundError:  # another server that starts now may be faster
+            # another server that starts at the same time may have taken it
+            except FileNotFoundError:
                 continue
             except OSError as error:
-                logger.warning("%s is not taken over: %s", path, error)
+                logger.warning("%s is not restored: %s", path, error)
         return [path for _, path in sorted(newest.values())]
 
     def sweep(self, dead: set[str]) -> None:
-        """Remove unfinished files of the processes `dead`, and checkpoints that have waited in vain for a server."""
+        """Remove incomplete files of the processes `dead`, and expired periodic snapshots."""
         now_s = time.time()
         for partial in self.folder.glob(f"*{_PARTIAL}"):
-            with contextlib.suppress(OSError):  # another server that starts now may be faster
+            # another server that starts at the same time may have removed it
+            with contextlib.suppress(OSError):
                 if partial.name.split(".")[-2] in dead or now_s - partial.stat().st_mtime > _ABANDONED_S:
                     partial.unlink(missing_ok=True)
         for path in self.folder.glob(f"*.*{SUFFIX}"):
@@ -81,14 +92,17 @@ class KeptSessions:
             with contextlib.suppress(OSError):
                 if not is_alive(self.folder, owner) and now_s - path.stat().st_mtime > _LIFETIME_S:
                     path.unlink()
-                    logger.warning("%s is removed: for a day no server could take it over", path)
+                    logger.warning("%s is removed, because no server could restore it for a day", path)
 
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Hold a kept file against other API server processes; whoever dies meanwhile leaves it to the next server.
+    """Lock a snapshot against other API server processes.
 
-    Yields False for a file that is held, gone or cannot be opened.
+    If this process dies, the lock is released and the next server may restore the snapshot.
+
+    Yields:
+        False if the file is locked, missing or cannot be opened.
     """
     try:
         file = open_regular(path)
@@ -101,7 +115,7 @@ def claimed(path: Path) -> Iterator[bool]:
         except OSError:
             yield False
             return
-        yield path.exists()  # another process may have taken it over and removed it
+        yield path.exists()  # another process may have restored and removed it
 
 
 def _digest(key: SessionKey) -> str:

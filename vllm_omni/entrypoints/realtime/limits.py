@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DoorLimits`: every bound of the realtime doors, read once from the environment, frozen afterwards.
+"""`DoorLimits`: limits of the realtime endpoints, read once from the environment.
 
-Stock `vllm serve` has no flags for these, so each field is an environment variable: `VLLM_OMNI_` + the field's name in
-upper case (`VLLM_OMNI_IDLE_TIMEOUT_S=60`). The largest WebSocket message is `entrypoints/websocket.py`'s.
-Held by tests/entrypoints/realtime/test_door_parts.py.
+Stock `vllm serve` has no flags for them. Each field is the environment variable `VLLM_OMNI_` plus
+the field's name in upper case, for example `VLLM_OMNI_IDLE_TIMEOUT_S=60`.
+`entrypoints/websocket.py` limits the size of WebSocket messages.
 """
 
 from collections.abc import Mapping
@@ -23,61 +23,69 @@ SecondsOrNever = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one API server process.
-
-    idle_timeout_s: a connection without messages and without running requests is closed with 4010 after this.
-    pinged_session_idle_s: a session without requests whose client sends pings stays for so long, if that is more than
-    `omni.session_idle_s`; from the latter on it makes room for a new session.
-    send_deadline_s: a reply that cannot be handed to the network in this time closes the connection with 4008.
-    slow_reader_timeout_s: a client that takes less than it plays while more waits for it is closed with 4008 when that
-    has gone on without pause for so long; 0 = never. The kernels' buffers hide the first seconds of it.
-    chunk_timeout_s: an engine that has not answered one chunk in this time has it aborted (`timeout`).
-    max_connections: open sockets of all doors together; one more is refused with HTTP 503.
-    max_requests_per_connection: requests of one connection that run or wait; one more is `busy`.
-    max_messages_per_s: a client that sends more is closed with 1008.
-    max_small_frames_per_s: WebSocket frames of less than 1 KiB (fragments, pings, pongs, short messages) that a client
-    may send on average, one second's worth at once; more closes the connection with 1008. At least twice
-    `max_messages_per_s`.
-    max_values_per_s: values (numbers, texts, list entries, keys) in the msgpack messages of one connection, on average;
-    two seconds' worth may come at once, more closes it with 1008. A NumPy array is some ten values, whatever its size.
-    max_frames_per_request: pixel frames one `infer` may ask for.
-    max_image_bytes, max_image_pixels: start image, as a file and after decoding; both checked before decoding.
-    max_prompt_chars: characters of a prompt.
-    chunks_in_flight: chunks of one session that the engine may hold; 2 keep it busy between chunks. At least one more
-    than `omni.chunks_in_flight`, if that is more than 1.
-    unsent_chunks: finished chunks that may wait for a slow reader before the session pauses.
-    journal_bytes: replies kept per session, for replay and resume.
-    max_held_bytes: replies kept for all sessions together; beyond it journals are cut, sessions pause until their
-    reader has caught up, and new ones are refused with `capacity`.
-    sessions_per_client: sessions of one API key (without keys: of one address); one more is `session_limit`.
-    handshake_timeout_s: a new connection of any kind must have sent its first request's headers in this time; 0 = no
-    bound.
-    start_timeout_s: a client of `/v1/realtime/video` must send `session.start` in this time.
-    slot_wait_s: how long a start at a streaming endpoint of a full server waits for a session to end.
-    """
+    """Limits of one API server process."""
 
     idle_timeout_s: Seconds = 300.0
+    """Seconds after which a connection without messages and running requests is closed with 4010.
+    Default: 300."""
     pinged_session_idle_s: Seconds = 3600.0
+    """Idle seconds after which the session of a client that sends pings is closed, if more than
+    `omni.session_idle_s`. From the latter on, a new session may evict it. Default: 3600."""
     send_deadline_s: Seconds = 3.0
+    """Seconds in which the network must accept a reply. Otherwise the connection is closed with
+    4008. Default: 3."""
     slow_reader_timeout_s: SecondsOrNever = 7.0
+    """Seconds for which a client may receive less than it plays while more waits. Then it is closed
+    with 4008. 0: no limit. The kernels' buffers hide the first seconds. Default: 7."""
     chunk_timeout_s: Seconds = 300.0
+    """Seconds after which a chunk is aborted with `timeout`. Default: 300."""
     max_connections: Count = 256
+    """Maximum number of open WebSockets of all endpoints. One more is refused with HTTP 503.
+    Default: 256."""
     max_requests_per_connection: Count = 8
+    """Maximum number of running and waiting requests of a connection. One more is `busy`. Default:
+    8."""
     max_messages_per_s: Count = 200
+    """Maximum number of messages per second. A client that sends more is closed with 1008. Default:
+    200."""
     max_small_frames_per_s: Count = 400
+    """Average number of WebSocket frames below 1 KiB (fragments, pings, pongs, short messages) per
+    second. One second's worth may arrive at once; more closes the connection with 1008. At least
+    twice `max_messages_per_s`. Default: 400."""
     max_values_per_s: Count = 32_768
+    """Average number of values (numbers, strings, list entries, keys) in msgpack messages per
+    second. Two seconds' worth may arrive at once; more closes the connection with 1008. A NumPy
+    array counts as about ten values. Default: 32768."""
     max_frames_per_request: Count = 9 + 12 * 40
+    """Maximum number of pixel frames of one `infer`. Default: 489."""
     max_image_bytes: Bytes = 8 * MIB
+    """Maximum size of a start image's file in bytes. Checked before decoding. Default: 8 MiB."""
     max_image_pixels: Bytes = 16 * MIB
+    """Maximum number of pixels of a start image. Checked before decoding. Default: 16 Mi."""
     max_prompt_chars: Count = 8192
+    """Maximum number of characters of a prompt. Default: 8192."""
     chunks_in_flight: Count = 2
+    """Maximum number of chunks of one session in the engine. 2 keep it busy between chunks. If
+    `omni.chunks_in_flight` exceeds 1, the minimum is one more than that. Default: 2."""
     unsent_chunks: Count = 2
+    """Finished chunks that may wait for a slow client before the session pauses. Default: 2."""
     journal_bytes: Bytes = 32 * MIB
+    """Bytes of replies that a session retains for replay and resume. Default: 32 MiB."""
     max_held_bytes: Bytes = 1024 * MIB
+    """Bytes of replies that all sessions retain together. Above it, delivered replies are dropped,
+    sessions pause until their clients have caught up, and new ones are refused with `capacity`.
+    Default: 1 GiB."""
     sessions_per_client: Count = 64
+    """Maximum number of sessions of one API key, or of one address without keys. One more is
+    `session_limit`. Default: 64."""
     handshake_timeout_s: SecondsOrNever = 10.0
+    """Seconds in which a new connection must send the headers of its first request. 0: no limit.
+    Default: 10."""
     start_timeout_s: Seconds = 10.0
+    """Seconds in which a client of `/v1/realtime/video` must send `session.start`. Default: 10."""
     slot_wait_s: Seconds = 15.0
+    """Seconds for which a start waits at a streaming endpoint if all sessions are in use. Default:
+    15."""
 
     @property
     def frame_budget(self) -> FrameBudget:
@@ -85,5 +93,10 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DoorLimits":
-        """Read the variables that are set. Raises ValueError with the variable, its value and the allowed ones."""
+        """Read the variables that are set.
+
+        Raises:
+            ValueError: A value is invalid. The text names the variable, its value and the allowed
+                values.
+        """
         return read_struct(cls, environ)

@@ -40,7 +40,7 @@ _MAX_TEXT_FRAMES: Final = 3
 
 
 class ConnectionHandler(ABC):
-    """One WebSocket connection from handshake to close: accept, receive messages, close with a code and a reason.
+    """One WebSocket connection: accept, receive messages, close with a code and a reason.
 
     Endpoints subclass it and define their messages.
     """
@@ -69,7 +69,7 @@ class ConnectionHandler(ABC):
     @property
     @abstractmethod
     def is_active(self) -> bool:
-        """Whether work for this client is in progress; otherwise its silence counts as idle time."""
+        """Whether work for this client is in progress. Otherwise its silence is idle time."""
 
     async def run(self) -> None:
         """Serve the connection until either side closes it."""

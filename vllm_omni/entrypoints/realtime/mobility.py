@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionMobility`: saves sessions of this API server process to files and restores them.
+"""`SessionMobility`: writes sessions of this API server process to files and restores them.
 
-A session saved while a request runs is saved in the state after its last finished chunk. A restored one belongs to the
-client that restored it and goes on at every door that continues sessions, at the same chunk. Files in transit lie in
-`spool`, those that outlive their server in `kept`; neither is readable by others. Knows no HTTP. Held by
-tests/entrypoints/realtime/test_session_api.py and test_drain_served.py.
+If a request runs, the snapshot contains the state after its last finished chunk. A restored session
+belongs to the client that restored it. It continues at the same chunk on every endpoint that
+continues sessions. Snapshots in transit are in `spool`; snapshots that outlive the server are in
+`kept`. Neither directory is readable by other users. This module knows no HTTP.
 """
 
 import asyncio
@@ -36,24 +36,36 @@ _PAUSE_S: Final = 0.05
 
 
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Owner of a drained server's session. principal: a digest of its API key, or `anonymous`."""
+    """Owner of a session that a draining server has saved."""
 
     principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}\Z")]
+    """Digest of the client's API key, or `anonymous`."""
     session_id: SessionId
+    """The client's id of the session."""
     client: Annotated[str, msgspec.Meta(max_length=256)]
+    """Client that limits and quotas count the session for."""
 
 
 class WorldScalars(msgspec.Struct, frozen=True):
-    """Scalars in every world session's snapshot; the other scalars are the model's own."""
+    """Scalars that every snapshot of a world model contains. Other scalars are specific to the
+    model."""
 
     prompt: str
+    """Current prompt."""
     seed: int | None = None
+    """Seed of the session. None: unknown."""
 
 
 class SessionMobility:
-    """spool: in a directory that the workers see as well. kept: where sessions outlive this server, or None.
+    """Saves and restores sessions.
 
-    checkpoint_s: seconds between checkpoints of a live session; None = saved only when the server drains.
+    Args:
+        manager: Sessions of this process.
+        spool: Staging directory that the workers can also access.
+        kept: Directory of snapshots that outlive this server. None: sessions are discarded at
+            shutdown.
+        checkpoint_s: Seconds between periodic snapshots of a live session. Default: sessions are
+            only saved at shutdown.
     """
 
     def __init__(
@@ -65,7 +77,8 @@ class SessionMobility:
         if kept is None:
             return
         kept.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A checkpoint belongs to its process while that lives: other servers of the directory see its lock in `kept`.
+        # A periodic snapshot belongs to its process while that process lives. Other servers that
+        # use the directory see the process's lock in `kept`.
         self._kept_spool = spool if checkpoint_s is None else Spool(kept)
         self.kept = KeptSessions(kept, self._kept_spool.owner)
         manager.drain.save_to = self._keep
@@ -74,21 +87,41 @@ class SessionMobility:
             self.checkpoints.start()
 
     async def save(self, session: Session, path: Path, owner: dict[str, str] | None = None) -> SnapshotHeader:
-        """Write a session to the new file `path`. Raises `DoorError` `unknown_session`, `session_busy`, ..."""
+        """Write a session to a new file.
+
+        Args:
+            session: The session.
+            path: File to create.
+            owner: Owner that is written to the header. Default: none.
+
+        Raises:
+            DoorError: For example `unknown_session` or `session_busy`.
+        """
         with session.hold():
             for attempt in range(_ATTEMPTS):
                 if not session.started:
                     raise DoorError("unknown_session", "the session has no finished chunk yet")
                 try:
                     return await self.manager.engine.save(session.engine_id, path, owner)
-                except DoorError as error:  # a chunk was finished between the two calls that a snapshot takes
+                # a chunk finished between the two calls that a snapshot takes
+                except DoorError as error:
                     if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
                         raise
                 await asyncio.sleep(_PAUSE_S)
         raise AssertionError("unreachable")
 
     async def restore(self, key: SessionKey, client: str, path: Path, endpoint: str) -> Session:
-        """Make a session of a file. Raises `DoorError`, `session_exists` among others; then nothing is changed."""
+        """Restore a session from a file.
+
+        Args:
+            key: Principal and id of the new session.
+            client: Client that limits count the session for.
+            path: Snapshot file.
+            endpoint: Name of the endpoint, for metrics.
+
+        Raises:
+            DoorError: For example `session_exists`. Nothing has changed.
+        """
         if self.manager.find(key) is not None:
             raise DoorError("session_exists", "a session with this id is live; choose another", param="session_id")
         await self._check(path)
@@ -104,7 +137,7 @@ class SessionMobility:
                 height, width = int(header.opening["height"]), int(header.opening["width"])
             except (KeyError, ValueError, msgspec.ValidationError) as error:
                 self.manager.close_world(session.engine_id)
-                raise DoorError("invalid_snapshot", "the snapshot is not of a world") from error
+                raise DoorError("invalid_snapshot", "the snapshot is not of a world model") from error
             session.started, session.in_step = True, True
             session.next_chunk = header.chunk_index
             session.next_frame = frames_before(self.manager.facts, header.chunk_index)
@@ -114,7 +147,11 @@ class SessionMobility:
         return session
 
     async def _check(self, path: Path) -> None:
-        """Refuse a damaged file, or a prompt or seed no door would take, before workers read it. Raises `DoorError`."""
+        """Check a file before the workers read it.
+
+        Raises:
+            DoorError: The file is damaged, or no endpoint would accept its prompt or seed.
+        """
         try:
             header = await asyncio.to_thread(read_header, path)
             await asyncio.to_thread(check_table, path)
@@ -130,13 +167,20 @@ class SessionMobility:
                 raise DoorError("invalid_request", f"the snapshot's seed: {error}", param="seed") from error
 
     async def take_over(self) -> int:
-        """Restore ended servers' sessions from `kept`; returns how many. Failed and surplus ones stay, logged."""
+        """Restore sessions of stopped servers from `kept`.
+
+        Sessions that cannot be restored, or exceed the capacity, stay in the directory and are
+        logged.
+
+        Returns:
+            Number of restored sessions.
+        """
         if self.kept is None:
             return 0
         count, room = 0, self.manager.facts.max_sessions - len(self.manager)
         left = await asyncio.to_thread(self.kept.left_by_others)
         if len(left) > room:
-            logger.warning("%d sessions of ended servers are not taken over: there is no room", len(left) - room)
+            logger.warning("%d sessions of stopped servers are not restored: no capacity", len(left) - room)
         for path in left[-room:] if room > 0 else []:
             with claimed(path) as is_mine:
                 if not is_mine:
@@ -147,7 +191,7 @@ class SessionMobility:
                     key = (owner.principal, owner.session_id)
                     session = await self.restore(key, owner.client, path, "drain")
                 except (DoorError, RequestFailed, OSError, msgspec.ValidationError) as error:
-                    logger.warning("%s is not taken over: %s", path, error)
+                    logger.warning("%s is not restored: %s", path, error)
                     continue
                 count += 1
                 try:
@@ -156,24 +200,29 @@ class SessionMobility:
                     else:
                         self.checkpoints.adopt(session, path)
                 except OSError as error:
-                    logger.warning("%s is taken over, but cannot be removed: %s", path, error)
+                    logger.warning("%s is restored, but its file cannot be removed: %s", path, error)
         return count
 
     def sweep(self) -> None:
-        """Remove files of killed servers: snapshots in transit, and snapshots that were being written to `kept`."""
+        """Remove files of killed servers: staged snapshots and incomplete snapshots in `kept`."""
         dead = self.spool.sweep()
         if self.kept is not None:
             self.kept.sweep(dead | self._kept_spool.sweep())
 
     async def checkpoint(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
-        """Write a session to the new file `path` while it goes on, unheld: `(header, seconds of engine time)`.
+        """Write a live session to a new file without pausing it.
 
-        Raises `DoorError` and OSError.
+        Returns:
+            `(header, seconds of engine time)`.
+
+        Raises:
+            DoorError: The engine could not save the session.
+            OSError: The file could not be written.
         """
         return await self.manager.engine.checkpoint(session.engine_id, path, _owner(session))
 
     async def _keep(self, session: Session) -> None:
-        """Save one session of a server that is stopping."""
+        """Save one session during shutdown."""
         assert self.kept is not None
         final = self.kept.drained(session.key)
         partial = self.kept.partial(final)
@@ -190,7 +239,7 @@ def _owner(session: Session) -> dict[str, str]:
 
 
 def frames_before(facts: WorldFacts, chunk_index: int) -> int:
-    """Pixel frames of the chunks before `chunk_index`."""
+    """Return the number of pixel frames before a chunk."""
     return 0 if chunk_index == 0 else facts.first_chunk_frames + facts.chunk_frames * (chunk_index - 1)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReaderPace`: whether a client takes its video as fast as it plays.
+"""`ReaderPace`: detects clients that receive video more slowly than it plays.
 
-A reader that is slow for a moment is waited for; one that never reads runs into the send deadline. In between is the
-one that always reads a little, and would keep its session, and the engine waiting for it, for ever. Knows no sockets.
-Held by tests/entrypoints/realtime/test_pace.py.
+A client may be slow for a moment, and a client that never reads exceeds the send deadline. This
+class detects the case in between: a client that always reads a little, and so would occupy its
+session and the engine permanently. It knows no sockets.
 """
 
 import asyncio
@@ -14,34 +14,46 @@ from typing import Final
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 
 _KEEPS_UP: Final = 0.9
-"""Of its playing rate: clocks and networks are not exact."""
+"""Fraction of the playback rate that a client must reach, because clocks and networks are not
+exact."""
 _PAUSE: Final = 0.1
-"""Of the timeout: how long nothing must have waited for the client before its lateness is forgiven. Readers take a
-socket's buffer in gulps; after each, the server's queue is empty for a moment."""
+"""Fraction of the timeout for which no reply may wait before earlier lateness is ignored.
+
+Clients read a socket's buffer in bursts. After each one, the server's queue is empty for a moment.
+"""
 
 
 class ReaderPace:
-    """One for each client that follows a run.
+    """Reading pace of one client that follows a run.
 
-    timeout_s: how long it may be behind without pause; 0 = for ever. fps: frames that it plays in a second. A client is
-    behind while, whenever it has taken a reply, a later chunk already waits for it. That alone may mean a model faster
-    than real time: it is too slow if it has also taken less than it would have played in `timeout_s`. It is looked at
-    for the time of one chunk more than that: between two chunks a client that plays, or that the door paces, takes
-    nothing.
+    A client is behind if, whenever it has received a reply, a later chunk is already waiting. This
+    alone may only mean that the model is faster than real time. A client is too slow if it has also
+    received fewer frames than play in `timeout_s`. The measured window is longer by one chunk,
+    because a client that plays in real time receives nothing between two chunks.
+
+    Args:
+        timeout_s: Time in seconds for which a client may be behind without pause; 0 for no limit.
+        fps: Playback rate in frames per second.
     """
 
     def __init__(self, timeout_s: float, fps: float) -> None:
         self._timeout_s, self._fps = timeout_s, fps
         self._behind_since_s: float | None = None
         self._last_behind_s = 0.0
-        self._taken: deque[tuple[float, int]] = deque()  # (when, frames), not older than the timeout
+        self._taken: deque[tuple[float, int]] = deque()  # (time, frames) within the window
         self._num_taken = 0
         self._window_s = timeout_s
 
     async def hand_over(self, delivery: Awaitable[None], num_frames: int, is_more_waiting: Callable[[], bool]) -> None:
-        """Await the delivery of a reply with `num_frames` new frames. Raises `DoorError` `slow_reader`.
+        """Await the delivery of a reply.
 
-        is_more_waiting: asked afterwards; whether a later chunk is ready for the client.
+        Args:
+            delivery: Sends the reply.
+            num_frames: New frames of the reply.
+            is_more_waiting: Returns whether a later chunk is ready. Called after the delivery.
+
+        Raises:
+            DoorError: `slow_reader`.
         """
         if self._timeout_s == 0:
             await delivery
@@ -52,7 +64,7 @@ class ReaderPace:
             self._window_s = self._timeout_s + num_frames / self._fps
         if started_s - self._last_behind_s > _PAUSE * self._timeout_s:
             self._behind_since_s = None
-        if self._behind_since_s is None:  # almost every delivery, so without a timer
+        if self._behind_since_s is None:  # the usual case, so without a timer
             await delivery
         else:
             await self._within(self._too_slow_at_s(self._behind_since_s) - started_s, delivery)
@@ -80,7 +92,7 @@ class ReaderPace:
             ) from None
 
     def _too_slow_at_s(self, behind_since_s: float) -> float:
-        """When the client has been behind for too long, if it takes nothing more until then."""
+        """Return when a client becomes too slow, if it receives nothing more."""
         at_s = behind_since_s + self._window_s
         needed = _KEEPS_UP * self._fps * self._timeout_s
         left = self._num_taken

@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlayClock`: when a stream's next chunk is due, reckoned from the frames that its client has to play.
-
-Knows no sockets and no engine. Held by tests/entrypoints/realtime/test_play_clock.py.
-"""
+"""`PlayClock`: computes the deadline of a stream's next chunk from its playing time."""
 
 from typing import NamedTuple
 
 
 class Due(NamedTuple):
-    """in_s: from now on, in seconds. period_s: how long the chunk plays."""
+    """Deadline of a chunk."""
 
     in_s: float
+    """Time until the deadline in seconds."""
     period_s: float
+    """Playing time of the chunk in seconds."""
 
 
 class PlayClock:
-    """One per stream. A chunk is due one playing time after the one before it was; a stream that has fallen behind, or
-    has paused, begins anew from now, so that being late does not pile up."""
+    """Deadlines of one stream.
+
+    A chunk is due one playing time after the previous chunk. If the stream is late or was paused,
+    the next deadline counts from now, so that delays do not accumulate.
+    """
 
     def __init__(self) -> None:
         self._due_s = 0.0
 
     def ask(self, num_frames: int, fps: float, now_s: float) -> Due:
-        """A chunk of `num_frames` is asked for now."""
+        """Return the deadline of a chunk that is requested now.
+
+        Args:
+            num_frames: Pixel frames of the chunk.
+            fps: Playback rate in frames per second.
+            now_s: Monotonic time in seconds.
+        """
         period_s = num_frames / fps
         self._due_s = max(self._due_s, now_s) + period_s
         return Due(self._due_s - now_s, period_s)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PoseTrack`: camera commands ("go there", "keep moving so") turned into one pose per pixel frame.
+"""`PoseTrack`: converts camera commands to one pose per pixel frame.
 
-Commands use x right, y up, z forward, relative to where the session began; poses come out camera-to-world with OpenCV
-axes (y down), as `CameraPath` has them. A `target` is approached over some chunks: positions linearly, rotations along
-the shortest arc at constant speed. A `velocity` is a step repeated once per latent frame until another command comes.
-Between latent frames, pixel frames are interpolated the same way. Where the model takes axes that walk (`WALK_AXES`), a
-velocity becomes their values (`walk_axes`): the model then moves the camera by the package's only integrator, so that
-the world's walls stop it. Pure data. Held by tests/entrypoints/realtime/test_pose_track.py.
+Commands use x right, y up and z forward, relative to the session's start. Poses are camera-to-world
+with OpenCV axes (y down), as in `CameraPath`. A `target` is reached after a number of chunks:
+positions change linearly, and rotations follow the shortest arc at constant speed. A `velocity` is
+a step that repeats every latent frame until the next command. Pixel frames between latent frames
+are interpolated in the same way.
+
+If the model has the axes `WALK_AXES`, a velocity is converted to their values instead
+(`walk_axes`). The model then moves the camera with the package's only integrator, so that walls
+stop it. This module is pure data.
 """
 
 import math
@@ -24,23 +27,28 @@ from vllm_omni.worlds.movement import Motion, move_cameras, pitch_of
 # N pixel frames
 
 MAX_PENDING: Final = 32
-"""Commands that may wait for the next chunk; a command replaces the one before it, so more would never act."""
+"""Maximum number of commands that wait for the next chunk. A command replaces its predecessor."""
 
 WALK_AXES: Final = ("forward", "right", "up", "yaw", "pitch")
-"""Rates of a camera that walks: steps per latent frame, then degrees per latent frame."""
+"""Rates of a walking camera: steps per latent frame, then degrees per latent frame."""
 
 _UP_TO_DOWN_44: Final = np.diag([1.0, -1.0, 1.0, 1.0])
 
 
 @dataclass(frozen=True)
 class Command:
-    """rotation_4: a unit quaternion x, y, z, w. transition_chunks: how long a target takes; >= 0."""
+    """One camera command."""
 
     event_id: str
+    """The client's id of the command."""
     mode: Literal["target", "velocity"]
+    """Move to a pose, or keep moving."""
     translation_3: np.ndarray
+    """Position of a target, or step of a velocity."""
     rotation_4: np.ndarray
+    """Rotation as a unit quaternion x, y, z, w."""
     transition_chunks: int = 1
+    """Chunks until a target is reached, at least 0. Default: 1."""
 
     @property
     def yaw_degrees(self) -> float:
@@ -52,35 +60,43 @@ class Command:
         return math.degrees(math.asin(min(1.0, max(-1.0, float(_rotation(self.rotation_4)[1, 2])))))
 
     def walk_axes(self, step: float) -> dict[str, float]:
-        """Return a velocity as values of `WALK_AXES`; it has no roll. step: length of a step, in units."""
+        """Return a velocity as values of `WALK_AXES`, without roll.
+
+        Args:
+            step: Length of a step in pose units.
+        """
         right, up, forward = (self.translation_3 / step).tolist()
         values = (forward, right, up, self.yaw_degrees, self.pitch_degrees)
         return dict(zip(WALK_AXES, values, strict=True))
 
 
 def walks(space: ActionSpace) -> bool:
-    """Whether a model takes the axes of a camera that walks."""
+    """Return whether a model has the axes of a walking camera."""
     return set(WALK_AXES) <= set(space.axis_names)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Ids of commands that began in a chunk, act at its end, ended in it (arrived, or were replaced)."""
+    """Progress of commands in one chunk."""
 
     started: tuple[str, ...] = ()
+    """Ids of commands that started in the chunk."""
     active: tuple[str, ...] = ()
+    """Ids of commands that act at the end of the chunk."""
     completed: tuple[str, ...] = ()
+    """Ids of commands that ended in the chunk: reached or replaced."""
 
 
 _Pose = tuple[np.ndarray, np.ndarray]
-"""(translation_3, rotation_4), with the commands' axes."""
+"""(translation_3, rotation_4), in the axes of commands."""
 
 
 @dataclass
 class PoseTrack:
-    """The camera of one session, from the identity on. walks: velocities move it as `WALK_AXES` do."""
+    """Camera of one session. It starts at the identity pose."""
 
     walks: bool = False
+    """Whether velocities are converted to `WALK_AXES`. Default: False."""
     _pending: deque[Command] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
     _active: Command | None = None
     _source: _Pose = field(default_factory=lambda: _identity())
@@ -92,7 +108,7 @@ class PoseTrack:
 
     @property
     def velocity(self) -> Command | None:
-        """The velocity that acts in the next chunk, if one does."""
+        """Return the velocity of the next chunk, if any."""
         command = self._pending[-1] if self._pending else self._active
         return command if command is not None and command.mode == "velocity" else None
 
@@ -102,11 +118,19 @@ class PoseTrack:
         return _matrix(self._pose)[:3, 3]
 
     def shift(self, by_3: np.ndarray) -> None:
-        """Move the camera, OpenCV axes: something was in its way."""
+        """Correct the camera's position, in OpenCV axes, after an obstacle has stopped it."""
         self._pose = (self._pose[0] + _UP_TO_DOWN_44[:3, :3] @ by_3, self._pose[1])
 
     def sample(self, pixel_frames: int, latent_frames: int) -> tuple[np.ndarray, Progress]:
-        """Return float32 poses `[pixel_frames, 4, 4]` of the next chunk and the commands' progress."""
+        """Return the poses of the next chunk.
+
+        Args:
+            pixel_frames: Pixel frames of the chunk.
+            latent_frames: Latent frames of the chunk.
+
+        Returns:
+            Float32 poses `[pixel_frames, 4, 4]` and the progress of the commands.
+        """
         started = [command.event_id for command in self._pending]
         completed = []
         while self._pending:
@@ -117,7 +141,8 @@ class PoseTrack:
         for _ in range(latent_frames):
             self._step(latent_frames, completed)
             knots.append(self._pose)
-        # Pixel frames lie between two latent ones; the last of each group shows the latent frame itself.
+        # Pixel frames are interpolated between latent frames. The last one of each group shows the
+        # latent frame itself.
         ahead = np.arange(1, pixel_frames + 1) * latent_frames / pixel_frames
         if pixel_frames % latent_frames:  # a session's first latent frame is a single pixel frame
             rest = (pixel_frames - 1) // max(1, latent_frames - 1)
@@ -149,7 +174,11 @@ class PoseTrack:
 
 
 def unit_quaternion(values: Sequence[float]) -> np.ndarray:
-    """Raises ValueError unless it has a direction."""
+    """Return x, y, z, w as a unit quaternion.
+
+    Raises:
+        ValueError: The quaternion is zero or not finite.
+    """
     rotation_4 = np.array(values, dtype=np.float64)
     length = float(np.linalg.norm(rotation_4))
     if not math.isfinite(length) or length < 1e-6:
@@ -158,7 +187,7 @@ def unit_quaternion(values: Sequence[float]) -> np.ndarray:
 
 
 def _walked(pose: _Pose, velocity: Command) -> _Pose:
-    """The pose after one latent frame of a velocity, with nothing in the way."""
+    """Return the pose after one latent frame of a velocity, without obstacles."""
     right, up, forward, yaw, pitch = (
         torch.tensor([value], dtype=torch.float64)
         for value in (*velocity.translation_3.tolist(), velocity.yaw_degrees, velocity.pitch_degrees)
@@ -171,7 +200,7 @@ def _walked(pose: _Pose, velocity: Command) -> _Pose:
 
 
 def _quaternion(rotation_33: np.ndarray) -> np.ndarray:
-    """x, y, z, w of a rotation, by its largest component."""
+    """Return the quaternion of a rotation, computed from its largest component for accuracy."""
     r = rotation_33
     squares_4 = 1.0 + np.array([[1, -1, -1], [-1, 1, -1], [-1, -1, 1], [1, 1, 1]]) @ np.diag(r)
     rows_44 = np.array(
@@ -214,7 +243,7 @@ def _normal(rotation_4: np.ndarray) -> np.ndarray:
 
 
 def _product(a_4: np.ndarray, b_4: np.ndarray) -> np.ndarray:
-    """Hamilton product: first b, then a."""
+    """Return the Hamilton product: rotation b followed by rotation a."""
     vector_3 = a_4[3] * b_4[:3] + b_4[3] * a_4[:3] + np.cross(a_4[:3], b_4[:3])
     return np.append(vector_3, a_4[3] * b_4[3] - a_4[:3] @ b_4[:3])
 
@@ -231,7 +260,7 @@ def _rotation(rotation_4: np.ndarray) -> np.ndarray:
 
 
 def _matrix(pose: _Pose) -> np.ndarray:
-    """Camera-to-world with OpenCV axes."""
+    """Return the camera-to-world matrix with OpenCV axes."""
     matrix_44 = np.eye(4)
     matrix_44[:3, :3], matrix_44[:3, 3] = _rotation(pose[1]), pose[0]
     return _UP_TO_DOWN_44 @ matrix_44 @ _UP_TO_DOWN_44

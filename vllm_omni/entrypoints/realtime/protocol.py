@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed messages of `/v1/realtime/world/camera`: the client's requests, and the replies' fixed shapes.
+"""The typed messages of `/v1/realtime/world/camera`: the client's requests and the server's
+replies.
 
-A message is a map with `endpoint` (`infer` if absent). Unknown keys are ignored (other clients of this protocol send
-some); known keys of a wrong type or out of range are refused with a text that names the key. Arrays stay `Any` here and
-are checked by `camera.py` and `images.py`.
+A message is a map with the key `endpoint` (default `infer`). Unknown keys are ignored, because
+other clients of this protocol send some. A known key with a wrong type or value is refused with a
+message that names it. Arrays stay `Any` here; `camera.py` and `images.py` check them.
 """
 
 from typing import Annotated, Any, ClassVar, Final
@@ -32,75 +33,101 @@ Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Generation settings of one `infer`; all optional.
-
-    frames_per_chunk: frames in one reply message; None = a whole chunk (4 for `ndarray_f32`).
-    video_format: one of `CODECS`. with_mp4: each message also carries its frames as an MP4 file, in `mp4`;
-    mp4_scale: that file is so many times as large, each pixel a square, up to
-    a side of 1280 pixels.
-    quality: JPEG quality. pose_policy: how poses that do not fill whole chunks are handled.
-    start_pose: where in the world the start image was taken; None = the world's own start images are recognised.
-    lora: LoRA adapters from this request on, `[{"name", "scale"}]`; [] = none, None = as before.
-    options: options of the model itself (JSON types), checked by the model.
-    """
+    """Generation settings of one `infer`."""
 
     height: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
+    """Height of the frames in pixels, 8 to 8192. Default: the server's."""
     width: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
+    """Width of the frames in pixels, 8 to 8192. Default: the server's."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    """Pixel frames to generate. Default: as many as poses."""
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
+    """Playback rate in frames per second, 1 to 240. Default: the model's."""
     seed: AskedSeed | None = None
+    """Seed of the noise. Default: drawn."""
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+    """Frames in one reply. Default: a whole chunk, but 4 for `ndarray_f32`."""
     session_id: SessionId | None = None
+    """Same as `session_id` of the message."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Passed to the model. Default: the model's."""
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    """Passed to the model. Default: the model's."""
     negative_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
+    """Passed to the model. Default: the model's."""
     video_format: str | None = None
+    """Encoding of the frames, one of `CODECS`. Default: `mp4`."""
     with_mp4: bool = False
+    """Add an MP4 file of the frames to each reply, in `mp4`. Default: False."""
     mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    """Integer scale factor of that file, up to a side of 1280 pixels. Default: 1."""
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
+    """JPEG quality, 1 to 100. Default: 90."""
     pose_policy: PosePolicy | None = None
+    """Handling of poses that do not fill whole chunks. Default: `error`."""
     start_pose: StartPose | None = None
+    """Pose of the start image in the world. Default: the world's own start images are recognized.
+    """
     lora: Loras | None = None
+    """LoRA adapters from this request on, `[{"name", "scale"}]`; [] for none. Default: unchanged.
+    """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the model (JSON types). The model checks them."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
     def model_options(self) -> dict[str, Any]:
-        """The options that go to the model as they are; only those that were sent."""
+        """Return the options that are passed to the model unchanged, if the client sent them."""
         named = {name: getattr(self, name) for name in ("num_inference_steps", "guidance_scale", "negative_prompt")}
         start = {} if self.start_pose is None else self.start_pose.as_option()
         return {**{name: value for name, value in named.items() if value is not None}, **start, **self.options}
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys that every message may carry. `protocol_version` marks a client that knows this server's extra messages."""
+    """Keys that every message may have."""
 
     endpoint: ClassVar[str]
 
     session_id: SessionId | None = None
+    """Session of the message. Default: the connection's own session."""
     request_id: RequestId | None = None
+    """The client's id of the request, 1 to 128 characters. Default: drawn."""
     protocol_version: int | None = None
+    """Version of the protocol. Clients that send it receive additional messages of this server."""
 
 
 class Infer(Message, frozen=True, kw_only=True):
-    """Generate frames along a camera path (`camera` or `cameras`), or for `actions`, an entry per latent frame."""
+    """Generate frames along a camera path, or for actions."""
 
     endpoint: ClassVar[str] = "infer"
 
     chunk_index: Index | None = None
+    """Number that the next chunk of the session must have. Default: any."""
     image: Any = None
+    """Start image."""
     prompt: str | None = None
+    """Prompt. Default: unchanged."""
     camera: dict[str, Any] | None = None
+    """Camera path with `poses` and `intrinsics`."""
     cameras: dict[str, Any] | None = None
+    """Alternative name of `camera`."""
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=4096)] | None = None
+    """Actions, one entry per latent frame."""
     restart: bool = False
+    """Discard an existing session state and start again. Default: False."""
     extra_body: ExtraBody = ExtraBody()
+    """Further settings."""
 
     def camera_path(self, max_poses: int, size: tuple[int, int]) -> CameraPath | None:
-        """Return the checked path, None for actions; both keys must agree. Raises `DoorError`.
+        """Return the checked camera path, or None for actions.
 
-        size: (width, height) that its intrinsics are for, unless it names another one.
+        Args:
+            max_poses: Maximum number of poses.
+            size: Width and height that the intrinsics refer to, unless the path names another size.
+
+        Raises:
+            DoorError: The path is missing or invalid, or `camera` and `cameras` differ.
         """
         paths = [_camera_path(value, max_poses, size) for value in (self.camera, self.cameras) if value is not None]
         if len(paths) + (self.actions is not None) == 0:
@@ -119,56 +146,61 @@ class Infer(Message, frozen=True, kw_only=True):
         return paths[0]
 
     def script(self, space: ActionSpace) -> list[ActionEntry] | None:
-        """Return the actions, each checked against the model. Raises `DoorError("invalid_action")`."""
+        """Return the actions, checked against the model.
+
+        Raises:
+            DoorError: `invalid_action`.
+        """
         if self.actions is None:
             return None
         return [as_entry(frame) for frame in read_script(self.actions, space).entries]
 
 
 class Reset(Message, frozen=True, kw_only=True):
-    """Forget a session's world; its id stays usable. Cancels its running requests."""
+    """Cancel a session's requests and discard its state. Its id stays valid."""
 
     endpoint: ClassVar[str] = "reset"
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Cancel a session's requests; without `session_id`, also end the connection."""
+    """Cancel a session's requests. Without `session_id`, also close the connection."""
 
     endpoint: ClassVar[str] = "stop"
 
 
 class CloseSession(Message, frozen=True, kw_only=True):
-    """Free a session; without `session_id`, the connection's own, and end the connection."""
+    """Free a session. Without `session_id`, free the connection's own and close the connection."""
 
     endpoint: ClassVar[str] = "close"
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Answered at once with `pong`, which carries `t` back. Keeps the connection and its sessions."""
+    """The server replies with `pong` at once. Keeps the connection and its sessions open."""
 
     endpoint: ClassVar[str] = "ping"
 
     t: float | None = None
+    """Returned in `pong`."""
 
 
 class Branch(Message, frozen=True, kw_only=True):
-    """Copy a session as it is now into a new one that goes its own way.
-
-    disposable: the copy makes room for another session whenever one needs it, though its client is connected.
-    """
+    """Copy the current state of a session to a new session."""
 
     endpoint: ClassVar[str] = "branch"
 
     new_session_id: SessionId | None = None
+    """Id of the new session. Default: drawn."""
     disposable: bool = False
+    """Whether a new session may evict the copy although its client is connected. Default: False."""
 
 
 class Resume(Message, frozen=True, kw_only=True):
-    """Take a session over on this connection and replay the replies after chunk `last_chunk_id`."""
+    """Continue a session on this connection and replay missed replies."""
 
     endpoint: ClassVar[str] = "resume"
 
     last_chunk_id: Index | None = None
+    """Last chunk that the client has received. Default: no chunk."""
 
 
 _MESSAGES: Final[dict[str, type[Message]]] = {
@@ -177,9 +209,10 @@ _MESSAGES: Final[dict[str, type[Message]]] = {
 
 
 def parse(value: Any, limits: DoorLimits) -> Message:
-    """Turn a decoded message into its type.
+    """Convert a decoded message to its type.
 
-    Raises `DoorError` `invalid_request`, `unknown_endpoint`, `prompt_too_long` or `unsupported_codec`.
+    Raises:
+        DoorError: `invalid_request`, `unknown_endpoint`, `prompt_too_long` or `unsupported_codec`.
     """
     if not isinstance(value, dict):
         raise DoorError("invalid_request", f"a message must be a map, got {_kind(value)}")
@@ -216,7 +249,17 @@ def _check_infer(infer: Infer, limits: DoorLimits) -> None:
 
 
 def check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool = True, name: str = "the prompt") -> None:
-    """Raises `DoorError` for a prompt that is too long, or empty where it may not be. name: of it in the error."""
+    """Check the length of a prompt.
+
+    Args:
+        prompt: The prompt.
+        limits: Maximum length.
+        empty_ok: Whether the prompt may be empty.
+        name: Name of the prompt in the error.
+
+    Raises:
+        DoorError: The prompt is too long or empty.
+    """
     if not prompt.strip() and not empty_ok:
         raise DoorError("invalid_request", f"{name} must not be empty", param="prompt")
     if len(prompt) > limits.max_prompt_chars:
@@ -228,12 +271,18 @@ def check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool = True, name
 
 
 def with_whole_numbers(fields: dict[str, Any]) -> dict[str, Any]:
-    """JavaScript packs large integers as floats; whole floats become ints again (a float field takes either)."""
+    """Convert whole floats to ints, because JavaScript packs large integers as floats.
+
+    Fields of type float accept ints.
+    """
     return {key: int(value) if type(value) is float and value.is_integer() else value for key, value in fields.items()}
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value may travel in `PoolingParams.extra_kwargs`; an array there would kill the engine."""
+    """Return whether a value consists of JSON types only.
+
+    Other values in `PoolingParams.extra_kwargs`, for example arrays, would stop the engine.
+    """
     if isinstance(value, dict):
         return all(_is_json(item) for item in value.values())
     if isinstance(value, list):
@@ -263,7 +312,7 @@ def _kind(value: Any) -> str:
 
 
 def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_bytes: int) -> dict[str, Any]:
-    """The first message to every client: the model's geometry, accepted formats, and the limits."""
+    """Return the first message to every client: the model's geometry, formats and limits."""
     return {
         "patch_size": list(facts.patch_size),
         "vae_stride": list(facts.vae_stride),

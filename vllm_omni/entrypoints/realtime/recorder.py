@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recorder`: records (`vllm_omni/sessions/recording.py`) every session that begins at this server's doors.
+"""`Recorder`: records every session that starts on this server, for replay.
 
-Digests and files are made on one thread, in order, while the engine goes on; if it falls behind, chunks wait for it.
-A session that does not begin here (restored from a snapshot) is not recorded; a branch begins with a copy of its
-parent's recording. Knows neither sockets nor the engine. Held by tests/entrypoints/realtime/test_recorder.py.
+The format is in `vllm_omni/sessions/recording.py`. One thread computes digests and writes files in
+order while the engine works. If that thread falls behind, chunks wait for it. A session restored
+from a snapshot is not recorded. The recording of a branch starts with a copy of its parent's
+recording.
 """
 
 import asyncio
@@ -43,7 +44,12 @@ _MOST_PENDING: Final = 8
 
 
 class Recorder:
-    """folder: made if it is not there; files in it are readable by their owner only."""
+    """Records sessions to files that only their owner can read.
+
+    Args:
+        folder: Directory of the recordings. Created if it does not exist.
+        header: Configuration of the served model.
+    """
 
     def __init__(self, folder: Path, header: RecordingHeader) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -52,7 +58,7 @@ class Recorder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="omni-recorder")
         self._pending: set[Future[None]] = set()
         self._ended: set[Path] = set()
-        """Recordings that could not be written to the end; read and written on the writer's thread."""
+        """Recordings that could not be written completely. Accessed only on the writer's thread."""
 
     async def finished(
         self,
@@ -61,7 +67,7 @@ class Recorder:
         meta: dict[str, Any],
         frames_THWC: np.ndarray,
     ) -> None:
-        """A chunk is done. Waits only if too much is to be written."""
+        """Record a finished chunk. Waits only if too many writes are pending."""
 
         def outcome() -> Outcome:
             return Outcome(
@@ -76,11 +82,11 @@ class Recorder:
             await asyncio.wrap_future(writing)
 
     def cancelled(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> None:
-        """A chunk was cancelled, or its outcome is unknown."""
+        """Record a chunk that was cancelled or whose outcome is unknown."""
         self._submit(params, arrays, lambda: None)
 
     def forked(self, session_id: str, fork_to: str) -> None:
-        """`fork_to` goes on from where `session_id` is."""
+        """Start the recording of a branch."""
         source = self._paths.get(session_id)
         if source is not None:
             target = self._paths[fork_to] = self._new_path(fork_to)
@@ -90,14 +96,14 @@ class Recorder:
         self._paths.pop(session_id, None)
 
     def flush(self) -> None:
-        """Return when everything is written."""
+        """Wait until everything is written."""
         self._writer.submit(lambda: None).result()
 
     def _submit(self, params: DiffusionParams, arrays: dict[str, np.ndarray], outcome: Any) -> "Future[None] | None":
         path = self._paths.get(params.session_id)
         if path is None:
             if params.chunk_index != 0:
-                return None  # a session that began elsewhere
+                return None  # the session did not start here
             path = self._paths[params.session_id] = self._new_path(params.session_id)
             self._track(self._writer.submit(self._begin, path))
         return self._track(self._writer.submit(self._append, path, params, arrays, outcome))
@@ -110,7 +116,7 @@ class Recorder:
     def _done(self, writing: "Future[None]") -> None:
         self._pending.discard(writing)
         if (error := writing.exception()) is not None:
-            logger.warning("a recording ends here, it could not be written: %s", error)
+            logger.warning("a recording ends here, because it could not be written: %s", error)
 
     def _new_path(self, session_id: str) -> Path:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -137,7 +143,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def _ending_on_failure(self, path: Path, whole_bytes: int) -> Iterator[None]:
-        """A recording that the disk does not take ends with its last whole record; one without any is removed."""
+        """On a write error, truncate the recording to its last complete record, or remove an empty
+        one."""
         try:
             yield
         except OSError:
@@ -154,7 +161,7 @@ def _new_file(path: Path) -> BinaryIO:
 
 
 def recording_header(vllm_config: "VllmConfig") -> RecordingHeader:
-    """Configuration of the served model, for a replay."""
+    """Return the configuration of the served model, for a replay."""
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     additional = vllm_config.additional_config
     return RecordingHeader(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frame replies of `/v1/realtime/world/camera`: a finished chunk becomes one or more encoded messages.
+"""Frame replies of `/v1/realtime/world/camera`: encodes a finished chunk as one or more messages.
 
-Runs on the executor's threads: encoding a chunk takes tens of milliseconds. Held by
-tests/entrypoints/realtime/test_world_camera.py.
+Encoding takes tens of milliseconds per chunk, so it runs on the executor's threads.
 """
 
 import io
@@ -25,21 +24,25 @@ _MAX_SCALED_SIDE: Final = 1280
 
 @dataclass(frozen=True)
 class FrameRenderer:
-    """How one request wants its frames.
-
-    codec: `mp4` (a file in each message), `jpeg` (a list of files), `ndarray_u8` (one array `[T, H, W, 3]`) or
-    `ndarray_f32` (a list of arrays `[H, W, 3]` in [0, 1]). frames_per_message: None = a whole chunk, but 4 for
-    `ndarray_f32`, as clients of that codec expect. with_mp4: the frames also come as a file, in `mp4`, for
-    clients that show pictures and record video, `mp4_scale` times as large.
-    """
+    """Encodes the frames of one request."""
 
     codec: str
+    """`mp4` (a file in each message), `jpeg` (a list of files), `ndarray_u8` (one array `[T, H, W,
+    3]`) or `ndarray_f32` (a list of arrays `[H, W, 3]` in [0, 1])."""
     fps: float
+    """Playback rate in frames per second."""
     quality: int
+    """JPEG quality, 1 to 100."""
     frames_per_message: int | None
+    """Frames per message. None: a whole chunk, but 4 for `ndarray_f32`, as clients of that codec
+    expect."""
     dialect: Dialect
+    """Array dialect of the client."""
     with_mp4: bool = False
+    """Add an MP4 file of the frames in `mp4`, for clients that show images and record video.
+    Default: False."""
     mp4_scale: int = 1
+    """Scale factor of that file. Default: 1."""
 
     def __call__(self, chunk: FinishedChunk) -> list[bytes]:
         """Return the chunk's messages. `index` and `total` count all messages of the request."""
@@ -106,7 +109,8 @@ class FrameRenderer:
 
 
 def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
-    """Milliseconds. `queue` is the request's wait for its turn in the engine and on the way there and back."""
+    """Return the times in milliseconds. `queue_ms` is the time in the engine's queue and in
+    transit."""
     stages: dict[str, list[float]] = chunk.result.meta.get("timings_ms", {})
     spent_ms = {name: sum(times) for name, times in stages.items()}
     names = {"encode": "encode_ms", "steps": "denoise_ms", "decode": "decode_ms"}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Job` and `Run`: one request: its checked inputs, and its replies so far.
+"""`Job` and `Run`: one request's checked inputs, and its replies so far.
 
-A run outlives the connection that asked for it: its replies are numbered and kept (within the session's journal), so a
-client that comes back can have them again, or take over while it still runs. A job's `ChunkSource` says which chunks
-it makes. Knows no message format and no sockets.
-Held by tests/entrypoints/realtime/{test_session,test_generate_door,test_live_faults}.py.
+A run outlives the connection that requested it. Its replies are numbered and retained by the
+session, so a client that reconnects can receive them again or follow a run in progress. A job's
+`ChunkSource` determines its chunks. This module knows neither message formats nor sockets.
 """
 
 import asyncio
@@ -28,94 +27,112 @@ from vllm_omni.entrypoints.realtime.pace import ReaderPace
 from vllm_omni.entrypoints.tracing import ChunkTrace
 
 Deliver = Callable[[Any], Awaitable[None]]
-"""Hands one reply's payload to the client."""
+"""Sends the payload of one reply to the client."""
 
 
 class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk with all metadata that a door's replies carry.
-
-    sizes: pixel frames of each chunk of the request (of a live one: of this chunk alone); number: chunks before it.
-    chunk_index, first_frame: its place in the session.
-    """
+    """A finished chunk with the metadata that replies need."""
 
     session_id: str
+    """Session id, as clients know it."""
     request_id: str
+    """Request id."""
     sizes: tuple[int, ...]
+    """Pixel frames of each chunk of the request. A live request: only those of this chunk."""
     number: int
+    """Number of this chunk within the request, from 0."""
     result: ChunkResult
+    """Frames and metadata from the engine."""
     chunk_index: int
+    """Number of this chunk within the session, from 0."""
     first_frame: int
+    """Number of the chunk's first pixel frame within the session."""
     seed: int | None
+    """Seed of the session. None: unknown."""
     prompt_applied: bool
+    """Whether the prompt changed with this chunk."""
     warnings: tuple[str, ...]
+    """Warnings for the client. Only the first chunk of a request has some."""
     controls: Controls
+    """Controls that the chunk was generated with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldStart:
-    """How the request's world begins, if it does not yet exist.
-
-    load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop. height, width: pixels, None = as the
-    session or the server has them. window_frames, sink_frames: likewise, latent frames. seed: -1 = drawn.
-    restart: an existing world is given up for this one.
-    """
+    """How a request starts its session, if the session has not started."""
 
     load_image: Callable[[int, int], np.ndarray] | None = None
+    """Returns the start image, uint8 `[H, W, 3]`, for `(height, width)`. Called on a thread. None:
+    no image."""
     seed: int | None = None
+    """Seed of the noise; -1 draws one. Default: drawn."""
     height: int | None = None
+    """Height of the frames in pixels. Default: the server's."""
     width: int | None = None
+    """Width of the frames in pixels. Default: the server's."""
     window_frames: int | None = None
+    """Attention window in latent frames. Default: the server's."""
     sink_frames: int | None = None
+    """Sink frames of the attention window, in latent frames. Default: the server's."""
     restart: bool = False
+    """Discard an existing state and start again. Default: False."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyOptions:
-    """How finished chunks become replies.
-
-    render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless `inline`
-    says that it takes less time than a change of threads. keep: whether delivered replies stay in the session's
-    journal. unsent_chunks: finished chunks that may wait for the reader; None = as the limits say. fps: the rate the
-    client plays at; None = the server's target.
-    """
+    """How finished chunks become replies."""
 
     render: Callable[[FinishedChunk], Sequence[Sized]]
+    """Encodes a chunk as replies that have a length in bytes. Called on a thread unless `inline`.
+    """
     inline: bool = False
+    """Call `render` on the event loop, because it takes less time than a change of threads.
+    Default: False."""
     keep: bool = True
+    """Retain delivered replies, so that a client that reconnects can receive them again. Default:
+    True."""
     unsent_chunks: int | None = None
+    """Finished chunks that may wait for the client. Default: `unsent_chunks` of `DoorLimits`."""
     fps: float | None = None
+    """Playback rate of the client in frames per second. Default: the server's target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The checked inputs of one request.
-
-    digest: names the content, so that a repeated `request_id` is known to be a repetition. chunk_index: the chunk that
-    must be the session's next; None = any. options: of the model, for every chunk.
-    """
+    """The checked inputs of one request."""
 
     request_id: str
+    """Id of the request, unique in the session."""
     source: ChunkSource
+    """Determines the request's chunks and their controls."""
     replies: ReplyOptions
+    """How finished chunks become replies."""
     start: WorldStart = WorldStart()
+    """How the session starts if it has not."""
     digest: bytes = b""
+    """Digest of the request's content. It distinguishes a repeated request from a reused id."""
     chunk_index: int | None = None
+    """Number that the next chunk of the session must have. Default: any."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Options of the model, for every chunk."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One encoded message, `num_bytes` long; `part` counts the messages of its chunk.
-
-    num_frames: of the whole chunk with its first part, 0 with the others. trace: spans of the chunk, set with its last
-    part only; the delivery of that part ends the `transport` span.
-    """
+    """One encoded message."""
 
     chunk_index: int
+    """Number of the chunk within the session."""
     part: int
+    """Number of the message within its chunk, from 0."""
     payload: Any
+    """The encoded message."""
     num_bytes: int
+    """Size of the message in bytes."""
     num_frames: int = 0
+    """Pixel frames of the whole chunk for its first message, otherwise 0."""
     trace: ChunkTrace | None = None
+    """Trace of the chunk, for its last message only. Delivery of that message ends the `transport`
+    span."""
 
 
 @dataclass(eq=False)
@@ -125,38 +142,50 @@ class _Follower:
 
 @dataclass
 class HeldBytes:
-    """Size of the replies of several runs that are kept for a reader or in a journal."""
+    """Total size of the retained replies of several runs."""
 
     total: int = 0
+    """Size in bytes."""
 
 
 @dataclass(eq=False)
 class Run:
-    """One request's plan, replies and end.
-
-    sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of the chunks that the
-    engine has. completed: chunks done. num_replies: so far. first_kept: replies before this number have been dropped.
-    delivered: replies the current follower has. held: where `kept_bytes` counts as well. dropped: called with the
-    number of frames that are dropped undelivered.
-    """
+    """One request: its plan, its replies and its end."""
 
     job: Job
+    """Inputs of the request."""
     sizes: tuple[int, ...] = ()
+    """Pixel frames of each chunk, set before the first one. Empty for a live run."""
     first_chunk: int = 0
+    """Number of the run's first chunk within the session."""
     attempt: int = 1
+    """Number of attempts, including this one. An interrupted run may be repeated."""
     completed: int = 0
+    """Number of finished chunks."""
     replies: deque[Reply] = field(default_factory=deque)
+    """Retained replies, oldest first."""
     num_replies: int = 0
+    """Number of replies so far, including dropped ones."""
     first_kept: int = 0
+    """Number of the oldest retained reply."""
     delivered: int = 0
+    """Number of replies that the current follower has received."""
     finished: bool = False
+    """Whether the run has ended."""
     error: DoorError | None = None
+    """Why the run failed. None: it did not."""
     task: "asyncio.Task[DoorError | None] | None" = None
+    """The task that generates the chunks."""
     started_s: float = field(default_factory=time.monotonic)
+    """Monotonic time of the last attempt's start, in seconds."""
     controls: deque[Controls] = field(default_factory=deque)
+    """Controls of the chunks in flight."""
     kept_bytes: int = 0
+    """Size of the retained replies in bytes."""
     held: HeldBytes = field(default_factory=HeldBytes)
+    """Total of several runs, which includes `kept_bytes`."""
     dropped: Callable[[int], None] = lambda num_frames: None
+    """Called with the number of frames that are dropped undelivered."""
     _follower: "_Follower | None" = None
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -166,12 +195,12 @@ class Run:
 
     @property
     def num_chunks(self) -> int | None:
-        """Chunks until its end; None = until it is cancelled."""
+        """Number of chunks. None: unlimited, until the run is cancelled."""
         return len(self.sizes) or self.job.source.num_chunks
 
     def spans(self, facts: WorldFacts) -> Iterator[ChunkSpan]:
-        """Of the chunks from the first incomplete one on; after the last of a plan there is none to ask for."""
-        latent_frames = cache(facts.latent_frames)  # chunks have two sizes
+        """Yield the chunks to request, from the first incomplete one on."""
+        latent_frames = cache(facts.latent_frames)  # chunks have only two sizes
         frame = sum(self.sizes[: self.completed])
         latent = sum(map(latent_frames, self.sizes[: self.completed]))
         first_size, later_size = facts.first_chunk_frames, facts.chunk_frames
@@ -201,14 +230,14 @@ class Run:
         self.held.total += num_bytes
 
     def finish(self, error: DoorError | None = None) -> None:
-        """Mark the end and drop the inputs: a repeated request sends them again."""
+        """Mark the end and drop the inputs, which a repeated request sends again."""
         self.finished, self.error = True, error
         self.controls.clear()
         self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=WorldStart())
         self._notify()
 
     def discard(self) -> None:
-        """Drop every reply: no client can ask for them any more."""
+        """Drop every reply, because no client can request them any more."""
         undelivered = islice(self.replies, max(0, self.delivered - self.first_kept), None)
         self.dropped(sum(reply.num_frames for reply in undelivered))
         self.first_kept = self.num_replies
@@ -216,16 +245,28 @@ class Run:
         self._grow(-self.kept_bytes)
 
     def reopen(self, job: Job) -> None:
-        """Continue a cut run with the repeated request's job; finished chunks and their replies stay."""
+        """Continue an interrupted run with the repeated request's job.
+
+        Finished chunks and their replies stay.
+        """
         self.job, self.finished, self.error, self.attempt = job, False, None, self.attempt + 1
         self.started_s = time.monotonic()
 
     def follow(self, deliver: Deliver, owner: object, pace: ReaderPace, start: int = 0) -> Coroutine[Any, Any, bool]:
-        """Deliver every reply from number `start` on until the run ends; an earlier follower is superseded at once.
+        """Deliver replies until the run ends. An earlier follower is superseded at once.
 
-        owner: the connection. Returns False if a later call of the same owner took over, else True.
-        Raises the run's own `DoorError` if it failed, `superseded` if another owner took over, `resync_required` if
-        replies it needs are gone, `slow_reader` if `pace` says so.
+        Args:
+            deliver: Sends one reply.
+            owner: The connection.
+            pace: Detects a client that reads too slowly.
+            start: Number of the first reply to deliver.
+
+        Returns:
+            False if a later call of the same owner superseded this one, else True.
+
+        Raises:
+            DoorError: The run's own error; `superseded` by another owner; `resync_required` if
+                replies have been dropped; or `slow_reader`.
         """
         me = self._follower = _Follower(owner)
         self.delivered = start
@@ -241,7 +282,7 @@ class Run:
                         return False
                     raise DoorError("superseded", "another connection took this session over", close=Close.SUPERSEDED)
                 if position < self.first_kept:
-                    raise DoorError("resync_required", "earlier replies of this request are no longer kept")
+                    raise DoorError("resync_required", "earlier replies of this request have been dropped")
                 if position < self.num_replies:
                     reply = self.replies[position - self.first_kept]
                     if reply.part == 0:
@@ -271,7 +312,7 @@ class Run:
         return bool(self.replies) and self.replies[-1].chunk_index != reply.chunk_index
 
     async def wait_for_reader(self, unsent_chunks: int) -> None:
-        """Return when at most `unsent_chunks` chunks wait for delivery."""
+        """Wait until at most `unsent_chunks` chunks wait for delivery."""
         while self._num_unsent_chunks() > unsent_chunks:
             await self._change()
 
@@ -282,7 +323,11 @@ class Run:
         return len({reply.chunk_index for reply in islice(reversed(self.replies), unsent)})
 
     def drop_oldest(self) -> int:
-        """Forget the oldest reply if it was delivered; returns the bytes freed (0: nothing to forget)."""
+        """Drop the oldest reply if it was delivered.
+
+        Returns:
+            Bytes freed; 0 if no reply can be dropped.
+        """
         if not self.replies or (not self.finished and self.first_kept >= self.delivered):
             return 0
         oldest = self.replies.popleft()
@@ -293,13 +338,13 @@ class Run:
         return oldest.num_bytes
 
     def _change(self) -> asyncio.Future[None]:
-        """The next change of what is here, or is delivered."""
+        """Return a future that completes at the next reply, delivery or end."""
         changed = asyncio.get_running_loop().create_future()
         self._waiting.append(changed)
         return changed
 
     def _notify(self) -> None:
         for changed in self._waiting:
-            if not changed.done():  # cancelled
+            if not changed.done():  # unless cancelled
                 changed.set_result(None)
         self._waiting.clear()

@@ -104,8 +104,7 @@ class Session:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Protect the session from eviction. Afterwards, remove it from the table if it is empty.
-        """
+        """Protect the session from eviction, then remove it from the table if it is empty."""
         self._waiting += 1
         try:
             yield
@@ -368,8 +367,7 @@ class Session:
         return self._clock.ask(span.num_frames, run.job.replies.fps or facts.target_fps or facts.fps, time.monotonic())
 
     def _lost(self, error: DoorError) -> DoorError:
-        """Return the client's error after the engine reported another position than this session's.
-        """
+        """Return the error for a client whose session has another position in the engine."""
         if error.code == "unknown_session":
             self.forget_world(in_engine=False)
             return DoorError("session_evicted", "the engine has closed this session; send it again with an image")

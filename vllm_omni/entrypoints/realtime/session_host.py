@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionHost`: the part of `SessionManager` that a `Session` uses.
-
-Held by tests/entrypoints/realtime/test_session.py.
-"""
+"""`SessionHost`: the part of `SessionManager` that a `Session` uses."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -16,14 +13,14 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.run import HeldBytes
 
 SessionKey = tuple[str, str]
-"""(principal, session id): the same id of two principals names two worlds."""
+"""(principal, session id). The same id of two principals denotes two sessions."""
 
 S = TypeVar("S", bound=Drainable)
 T = TypeVar("T")
 
 
 class SessionHost(Protocol[S]):
-    """The session manager as a session uses it; documented there."""
+    """The session manager as a session uses it. See `SessionManager`."""
 
     engine: WorldEngine
     facts: WorldFacts

@@ -136,7 +136,7 @@ class SessionManager:
         if len(self._sessions) >= limit and sum(s.client == client for s in self._sessions.values()) >= limit:
             raise DoorError("session_limit", f"you have {limit} sessions, the maximum for one client")
         if self.is_over_budget:
-            raise DoorError("capacity", "slow readers have used up the buffer memory; try again later", retry_after_ms=1000)
+            raise DoorError("capacity", "slow readers fill the buffer memory; try again later", retry_after_ms=1000)
 
     # -- bytes ---------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`settled`: wait for a task without being its owner. Held by tests/entrypoints/realtime/test_settled.py."""
+"""`settled`: wait for a task without owning it."""
 
 import asyncio
 from functools import partial
@@ -7,9 +7,10 @@ from typing import Any
 
 
 async def settled(task: asyncio.Task[Any]) -> None:
-    """Return when `task` has ended, however; cancelling the wait leaves the task running.
+    """Return when a task has ended. Cancelling the wait does not cancel the task.
 
-    As `asyncio.wait` of one task, in a third of the time: this happens for every chunk.
+    It does the same as `asyncio.wait` for one task in a third of the time, because it runs for
+    every chunk.
     """
     if not task.done():
         ended = asyncio.get_running_loop().create_future()

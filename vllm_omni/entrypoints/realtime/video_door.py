@@ -140,7 +140,7 @@ class _CommandedSource(LiveChunks):
             try:
                 self._replaced += map(str, self._track.apply([interaction.actions], interaction.event_id))
             except TooManyEvents:
-                raise DoorError("too_many_events", f"{MAX_WAITING} motion events already wait for the next chunk") from None
+                raise DoorError("too_many_events", f"{MAX_WAITING} motion events wait for the next chunk") from None
             self.has_actions = True
         if interaction.prompt is not None:
             self._new_prompt = (interaction.prompt, interaction.event_id)
@@ -228,8 +228,7 @@ class _SessionFrame:
         return (self._start_44 @ poses_N44).astype(np.float32)
 
     def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read the world poses of a chunk. The session's first one is the pose of the start image.
-        """
+        """Read a chunk's world poses. The session's first one is the pose of the start image."""
         if self._start_44 is None:
             self._start_44 = self._pose_44(world_poses[0])
 
@@ -375,11 +374,11 @@ class _Client(LiveClient):
         if interaction.command is not None and not self.facts.actions.pose:
             raise DoorError("interaction_failed", "the served model takes no camera")
         if interaction.command is not None and self._source.has_actions:
-            raise DoorError("interaction_failed", "actions steer this session; start one without actions to command the camera")
+            raise DoorError("interaction_failed", "actions steer this session; start one without for the camera")
         if interaction.command is not None:
             self._source.check_velocity(interaction.command)
         if interaction.actions is not None and self._source.uses_poses:
-            raise DoorError("interaction_failed", "camera commands steer this session; start another one to send actions")
+            raise DoorError("interaction_failed", "camera commands steer this session; start another to use actions")
         if interaction.actions is not None and not self.facts.actions.has_controls:
             raise DoorError("invalid_action", f"the served model takes {self.facts.actions.describe()}")
         self._event_ids[interaction.event_id] = None

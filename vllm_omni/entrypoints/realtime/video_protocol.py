@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed messages of `/v1/realtime/video`: JSON text for control, as vLLM-Omni 0.30 speaks it.
+"""The typed messages of `/v1/realtime/video`: JSON control messages of vLLM-Omni 0.30.
 
-A `session.start` comes first, then interactions (a prompt, a camera command, actions), `session.stop` and
-`session.ping`. Held by tests/entrypoints/realtime/{test_video_door,test_fuzz_doors}.py.
+The first message is `session.start`. Interactions (a prompt, a camera command, actions),
+`session.stop` and `session.ping` follow.
 """
 
 import uuid
@@ -27,7 +27,7 @@ from vllm_omni.worlds.start_pose import StartPose
 FORMAT: Final = "m4s"
 MAX_CONTROL_BYTES: Final = 128 * 1024
 
-_LARGEST: Final = 1e6  # as for camera paths: beyond it a float32 position loses all precision
+_LARGEST: Final = 1e6  # as for camera paths: a larger float32 position has no useful precision
 _MAX_TRANSITION_CHUNKS: Final = 10_000
 
 Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
@@ -39,45 +39,62 @@ class ImageReference(msgspec.Struct, frozen=True):
 
 
 class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
-    """camera_action_script: camera keys held in each latent frame. action_script (ours): any actions of each latent
-    frame, checked against the model. pace_to_media_time: send no faster than it plays.
-
-    start_pose: where in the world the start image was taken; None = the world's own start images are recognised.
-    prompts: those that follow the first one, each from its second or chunk on; interactions may come in between.
-    """
+    """Additional parameters of `session.start`."""
 
     camera_action_script: Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None = None
+    """Camera keys that are held in each latent frame."""
     action_script: Any = None
+    """Actions of each latent frame, checked against the model. Extension of this server."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
+    """Later prompts, each with its second or chunk. Interactions may come between them."""
     start_pose: StartPose | None = None
+    """Pose of the start image in the world. Default: the world's own start images are recognized.
+    """
     pace_to_media_time: bool = False
+    """Send each chunk no earlier than it plays. Default: False."""
     preencode_mp4: bool = False
+    """Refused if True."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, guidance).
+    """The first message of a connection.
 
-    num_frames: where the stream ends, first chunk + k chunks; None = at `session.stop`.
-    lora: LoRA adapters, `[{"name", "scale"}]`.
+    Unknown keys are ignored, and so are settings that the deployment fixes (steps, guidance).
     """
 
     prompt: str = ""
+    """First prompt."""
     model: str | None = None
+    """Name of the model. Default: not checked."""
     format: str = FORMAT
+    """Container format. Only `m4s` is supported."""
     width: Pixels | None = None
+    """Width of the frames in pixels. Default: the server's."""
     height: Pixels | None = None
+    """Height of the frames in pixels. Default: the server's."""
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
+    """Playback rate in frames per second, 1 to 240. Default: the model's."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
+    """Length of the stream in pixel frames: the first chunk plus k chunks. Default: until
+    `session.stop`."""
     seed: AskedSeed | None = None
+    """Seed of the noise. Default: drawn."""
     image_reference: ImageReference | None = None
+    """Start image."""
     lora: Loras | None = None
+    """LoRA adapters, `[{"name", "scale"}]`."""
     extra_params: ExtraParams = ExtraParams()
+    """Additional parameters."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
     def script(self, space: ActionSpace) -> Script | States | None:
-        """The actions that steer the first chunks. Raises `DoorError`."""
+        """Return the actions of the first chunks.
+
+        Raises:
+            DoorError: The actions are invalid.
+        """
         keys, actions = self.extra_params.camera_action_script, self.extra_params.action_script
         if actions is not None:
             if keys is not None:
@@ -87,13 +104,18 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interaction(msgspec.Struct, frozen=True):
-    """A prompt, LoRA adapters, a camera command or actions; or several of them, of the last two one."""
+    """A prompt, LoRA adapters, and either a camera command or actions."""
 
     event_id: str
+    """The client's id of the interaction."""
     prompt: str | None
+    """New prompt. None: unchanged."""
     lora: list[Lora] | None
+    """New LoRA adapters. None: unchanged."""
     command: Command | None
+    """Camera command. None: unchanged."""
     actions: Script | States | None
+    """Actions. None: unchanged."""
 
 
 class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,12 +146,21 @@ class _Interaction(msgspec.Struct, frozen=True):
 
 
 def max_start_bytes(limits: DoorLimits) -> int:
-    """A start image travels as base64 text."""
+    """Return the maximum size of `session.start`, with its start image as base64 text."""
     return limits.max_image_bytes * 4 // 3 + MIB // 4
 
 
 def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
-    """Return the JSON object of one message. Raises `DoorError`; `name` is the expected message."""
+    """Return the JSON object of one message.
+
+    Args:
+        text: The message.
+        max_bytes: Maximum number of characters.
+        name: Name of the expected message, for errors.
+
+    Raises:
+        DoorError: The message is invalid.
+    """
     if len(text) > max_bytes:
         raise DoorError("invalid_request", f"{name} too large: {len(text)} characters, at most {max_bytes}")
     if has_too_many_values(text):
@@ -144,7 +175,11 @@ def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
 
 
 def parse_start(value: dict[str, Any], limits: DoorLimits, space: ActionSpace = CAMERA_SPACE) -> Start:
-    """Raises `DoorError`."""
+    """Parse and check `session.start`.
+
+    Raises:
+        DoorError: The message is invalid.
+    """
     if value.get("type") != "session.start":
         raise DoorError("invalid_request", "Expected session.start", param="type")
     nested = value.get("sampling_params")
@@ -163,7 +198,11 @@ def parse_start(value: dict[str, Any], limits: DoorLimits, space: ActionSpace = 
 
 
 def parse_interaction(value: dict[str, Any], limits: DoorLimits, space: ActionSpace = CAMERA_SPACE) -> Interaction:
-    """Raises `DoorError`; nothing of a refused interaction takes effect."""
+    """Parse and check an interaction.
+
+    Raises:
+        DoorError: The message is invalid. No part of it takes effect.
+    """
     wanted: _Interaction = _convert(value.get("interaction"), _Interaction, "Invalid session.interaction")
     event = wanted.event
     data = event.multi_modal_data or _MultiModal()

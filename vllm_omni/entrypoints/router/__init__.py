@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small reverse proxy that keeps sessions on the server that holds them; see `vllm-omni router`."""
+"""A reverse proxy that keeps each session on the server that holds it; see `vllm-omni router`."""

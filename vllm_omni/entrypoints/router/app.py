@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's HTTP and WebSocket side: pass everything on, unchanged, to the server that `Backends` names.
+"""HTTP and WebSocket handlers of the router: forward everything unchanged to a server.
 
-A WebSocket is one server's for its life. If that server goes, the socket is closed with 1012 and a reason, so that the
-client knows that its sessions are lost and may begin again; sockets on other servers notice nothing. A client finds its
-session's server again by the name it gives (`?session=NAME` or the header `X-Session-Id`), by the rank that the
-handshake told it (`X-Omni-Rank`, as a header or `?rank=`), or, in a browser, by a cookie. Bodies are streamed both
-ways, and a client that leaves ends its request at the server. A client that floods with small frames is closed with
-1008, as at a server's own sockets.
-Held by tests/entrypoints/test_router.py and test_router_served.py.
+A WebSocket stays on one server. If that server fails, the socket is closed with 1012 and a reason,
+so that the client knows that its sessions are lost; sockets of other servers are not affected. A
+client finds the server of its session by the name that it sends (`?session=NAME` or the header
+`X-Session-Id`), by the rank from the handshake (`X-Omni-Rank`, as a header or `?rank=`), or, in a
+browser, by a cookie. Bodies are streamed in both directions, and a disconnect ends the request on
+the server. A client that floods with small frames is closed with 1008, as on a server's own
+sockets.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SESSION_HEADER: Final = "X-Session-Id"
 COOKIE: Final = "vllm_omni_rank"
 _TICKET_PATH: Final = "/v1/omni/ticket"
 _KEPT_THINGS: Final = re.compile(r"^/v1/(videos|files)/[^/]+")
-"""Files on the disk of one server: all servers are asked until one has it."""
+"""Files on the disk of one server. All servers are tried until one has the file."""
 
 _HOP_BY_HOP: Final = frozenset(
     (
@@ -55,9 +55,15 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class Router:
-    """max_message_bytes: the largest WebSocket message taken from a client. heartbeat_s: a server whose socket is
-    silent for this long and does not answer a ping is gone. send_timeout_s: a reader that takes longer for one message
-    is let go. frames: budget of small frames of one client's socket.
+    """Forwards requests and WebSockets.
+
+    Args:
+        backends: The servers.
+        max_message_bytes: Maximum size of a client's WebSocket message in bytes.
+        heartbeat_s: Seconds after which a silent server that does not reply to a ping is considered
+            dead.
+        send_timeout_s: Seconds in which a client must accept one message.
+        frames: Budget of small frames of a client's WebSocket.
     """
 
     def __init__(
@@ -90,7 +96,8 @@ class Router:
 
     async def _run(self, app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        # Shorter than the servers keep idle connections: one that closes just then would cost a request.
+        # Shorter than the servers' keep-alive, because a connection that the server closes in that
+        # moment would cost a request.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         async with aiohttp.ClientSession(
             timeout=timeout, connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
@@ -105,11 +112,11 @@ class Router:
     # -- about the servers ---------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 while any server lives."""
+        """200 while any server is alive."""
         return web.Response(status=200 if self.backends.up else 503)
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """As a server's own, over all of them: `ready` if any has room, `capacity` if all are full."""
+        """Readiness over all servers: `ready` if one has capacity, `capacity` if all are full."""
         up = self.backends.up
         status = "engine_dead" if not up else "ready" if any(b.has_room for b in up) else "capacity"
         reply = {
@@ -133,7 +140,7 @@ class Router:
         for backend in self._candidates(request):
             try:
                 response = await self._http(request, backend, pass_over_404=asks_all)
-            except aiohttp.ClientConnectorError as error:  # nothing of the request was sent
+            except aiohttp.ClientConnectorError as error:  # no part of the request was sent
                 backend.lost(error)
                 continue
             except aiohttp.ClientError as error:
@@ -146,7 +153,7 @@ class Router:
         return _unavailable("no server is up", 503)
 
     def _candidates(self, request: web.Request) -> Iterator[Backend]:
-        """Servers to try, best first; each at most once."""
+        """Yield servers to try, best first, each at most once."""
         tried: list[Backend] = []
         session, rank = _wanted(request)
         while (backend := self.backends.choose(session, rank, but=tried)) is not None:
@@ -154,7 +161,7 @@ class Router:
             yield backend
 
     async def _http(self, request: web.Request, backend: Backend, *, pass_over_404: bool) -> web.StreamResponse | None:
-        """Run one request; None if the server does not have it and others may."""
+        """Run one request; None if the server does not have the file and others may."""
         body = request.content if request.body_exists else None
         with backend.in_use():
             async with self.client.request(
@@ -169,7 +176,8 @@ class Router:
                 headers = _without(answer.headers, _HOP_BY_HOP)
                 response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
                 response.headers[RANK_HEADER] = backend.name
-                if request.path == _TICKET_PATH:  # the socket it is for must go to the same server
+                # the WebSocket that the ticket is for must reach the same server
+                if request.path == _TICKET_PATH:
                     _set_cookie(response, backend)
                 await response.prepare(request)
                 async for part in answer.content.iter_any():
@@ -182,7 +190,7 @@ class Router:
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         frames = ClientFrames(request, self._budget)
         answer = await self._find_server(request, frames)
-        if not answer.prepared:  # refused; this connection speaks HTTP no more
+        if not answer.prepared:  # refused; the connection cannot be reused for HTTP
             answer.force_close()
         return answer
 
@@ -203,7 +211,8 @@ class Router:
                         max_msg_size=0,
                         compress=0,
                     )
-                except aiohttp.WSServerHandshakeError as refusal:  # 401, 403, 404: the server's word
+                # 401, 403 or 404: forward the server's response
+                except aiohttp.WSServerHandshakeError as refusal:
                     return web.Response(status=refusal.status, text=refusal.message)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     backend.lost(error)
@@ -221,7 +230,7 @@ class Router:
         server: aiohttp.ClientWebSocketResponse,
         backend: Backend,
     ) -> web.WebSocketResponse:
-        """Pass messages both ways until one side closes; its close goes to the other side as it is."""
+        """Forward messages in both directions until one side closes; forward its close code too."""
         client = web.WebSocketResponse(
             protocols=[server.protocol] if server.protocol else [],
             autoclose=False,
@@ -248,7 +257,8 @@ class Router:
         elif any(isinstance(end, TimeoutError) for end in ends):
             await _close(server, WSCloseCode.GOING_AWAY)
             if request.transport is not None:
-                request.transport.abort()  # a reader that does not read takes no close frame either
+                # a client that does not read would not receive a close frame either
+                request.transport.abort()
         elif client_end is not None:
             code, reason = client_end
             await _close(server, code if _may_be_sent(code) else WSCloseCode.GOING_AWAY, reason)
@@ -265,9 +275,13 @@ _Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 
 async def _pump(source: _Socket, sink: _Socket, send_timeout_s: float) -> tuple[int, bytes]:
-    """Pass messages on until `source` ends; returns its close code and reason, 1006 if it said none.
+    """Forward messages until `source` ends.
 
-    Raises TimeoutError when `sink` does not take a message in time.
+    Returns:
+        Its close code and reason; 1006 without a close frame.
+
+    Raises:
+        TimeoutError: `sink` did not accept a message in time.
     """
     while True:
         message = await source.receive()
@@ -288,19 +302,22 @@ async def _pump(source: _Socket, sink: _Socket, send_timeout_s: float) -> tuple[
 
 
 async def _close(socket: _Socket, code: int, reason: bytes = b"") -> None:
-    """Close with a close frame; a side that does not answer it in time is cut off."""
+    """Close with a close frame. A peer that does not respond in time is disconnected."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await socket.close(code=code, message=reason)
 
 
 def _may_be_sent(code: int) -> bool:
-    """Whether a close frame may carry this code."""
+    """Return whether a close frame may contain this code."""
     return (1000 <= code <= 1014 and code not in (1004, 1005, 1006)) or 3000 <= code <= 4999
 
 
 def _wanted(request: web.Request) -> tuple[str | None, str | None]:
-    """`(session, rank)` that a client asks for. A cookie counts for sockets only: pictures should spread."""
+    """Return the `(session, rank)` that a client names.
+
+    The cookie applies to WebSockets only, so that image requests are spread over all servers.
+    """
     session = request.query.get("session") or request.headers.get(SESSION_HEADER)
     rank = request.query.get("rank") or request.headers.get(RANK_HEADER)
     if rank is None and session is None and request.headers.get("Upgrade") is not None:
@@ -317,7 +334,7 @@ def _without(headers: Mapping[str, str], names: frozenset[str]) -> "CIMultiDict[
 
 
 def _forwarded(request: web.Request) -> "CIMultiDict[str]":
-    """A client's headers as the server gets them; the server sees who asks (`X-Forwarded-For`)."""
+    """Return a client's headers for the server, with the client's address in `X-Forwarded-For`."""
     headers = _without(request.headers, _HOP_BY_HOP)
     before = headers.get("X-Forwarded-For")
     peer = request.remote or "unknown"

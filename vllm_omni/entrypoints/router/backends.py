@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Backends`: the servers behind the router: which live, which have room, and the choice of server for a request.
+"""`Backends`: the servers of the router: their state, and the choice of a server for a request.
 
-A server is asked for `/omni/ready` every `interval_s`; it is down from the first refused connection on, up again with
-the first answer. A request for a named rank, or a session seen before, goes to that server while it lives.
-Everything else goes to a server with room: a named session by rendezvous hash (so that several routers, or one that was
-started again, choose alike), the rest to the one with the fewest open requests. Knows no sockets of clients.
-Held by tests/entrypoints/test_router.py.
+Each server's `/omni/ready` is polled every `interval_s`. A server is down from the first refused
+connection on, and up with the next response. A request that names a rank or a known session goes to
+that server while it is alive. Otherwise a server with capacity is chosen: for a named session by
+rendezvous hash, so that several or restarted routers choose alike, else the one with the fewest
+open requests.
 """
 
 import asyncio
@@ -27,14 +27,20 @@ _MAX_REMEMBERED: Final = 100_000
 
 @dataclass(eq=False)
 class Backend:
-    """One server. open: requests and sockets that go through it now; facts: its last answer to `/omni/ready`."""
+    """One server."""
 
     name: str
+    """`rank-0`, `rank-1` and so on."""
     url: str
+    """URL of the server, without a trailing slash."""
     is_up: bool = False
+    """Whether the server responds."""
     has_room: bool = False
+    """Whether the server accepts new work."""
     open: int = 0
+    """Number of requests and WebSockets that use it now."""
     facts: dict[str, Any] = field(default_factory=dict)
+    """Its last response to `/omni/ready`."""
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -45,7 +51,7 @@ class Backend:
             self.open -= 1
 
     def lost(self, why: object) -> None:
-        """It did not answer: nothing goes there until it does again."""
+        """Mark the server as down until it responds again."""
         if self.is_up:
             logger.warning("%s (%s) is gone: %s; its sessions are lost", self.name, self.url, why)
         self.is_up = self.has_room = False
@@ -53,7 +59,10 @@ class Backend:
 
 
 class Backends:
-    """All servers, named `rank-0`, `rank-1`, ... in the order of `urls`; used from one event loop."""
+    """All servers, named `rank-0`, `rank-1` and so on in the order of `urls`.
+
+    Use it from one event loop.
+    """
 
     def __init__(self, urls: Sequence[str], interval_s: float = 1.0, timeout_s: float = 5.0) -> None:
         self.all = [Backend(f"rank-{number}", url.rstrip("/")) for number, url in enumerate(urls)]
@@ -71,9 +80,12 @@ class Backends:
     def choose(
         self, session: str | None = None, rank: str | None = None, but: Sequence[Backend] = ()
     ) -> Backend | None:
-        """The server for one request; None if no server is left. but: servers that were tried already.
+        """Return the server for a request; None if there is none.
 
-        session: a name that the client keeps; rank: a server that it asks for, by name.
+        Args:
+            session: Session name that the client uses.
+            rank: Name of the server that the client requests.
+            but: Servers that were already tried.
         """
         candidates = [backend for backend in self.up if backend not in but]
         if not candidates:
@@ -99,7 +111,7 @@ class Backends:
     # -- who lives -----------------------------------------------------------------------------------------------
 
     async def watch(self, client: aiohttp.ClientSession) -> None:
-        """Ask every server again and again; runs until it is cancelled."""
+        """Poll every server until cancelled."""
         while True:
             await self.ask(client)
             await asyncio.sleep(self._interval_s)
@@ -124,5 +136,9 @@ class Backends:
 
 
 def _score(session: str, name: str) -> bytes:
-    """Rendezvous hashing: a session's server is the one with the highest score; losing one moves only its sessions."""
+    """Return the rendezvous hash of a session and a server.
+
+    A session's server is the one with the highest hash, so the loss of a server moves only its own
+    sessions.
+    """
     return hashlib.blake2b(f"{session}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()

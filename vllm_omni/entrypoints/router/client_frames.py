@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ClientFrames`: counts the small WebSocket frames that a client sends to the router, before they are parsed.
+"""`ClientFrames`: counts a client's small WebSocket frames at the router, before they are parsed.
 
-It stands between a connection's transport and aiohttp's protocol, reads the headers of frames and keeps none of them.
-A client over its `FrameBudget` is not listened to any more, and `over` says so. A client has to wait for the answer to
-its handshake (RFC 6455, 4.1): earlier data is discarded and noted. Held by tests/entrypoints/test_router.py.
+It is placed between a connection's transport and aiohttp's protocol and reads only the headers of
+frames. Data of a client over its `FrameBudget` is discarded, and `over` is set. A client must wait
+for the response to its handshake (RFC 6455, 4.1); earlier data is discarded and recorded.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ _EXTENDED_LENGTH_BYTES: Final = {126: 2, 127: 8}
 
 
 class ClientFrames(asyncio.Protocol):
-    """The protocol of one connection from its handshake on."""
+    """The protocol of one connection, from its handshake on."""
 
     def __init__(self, request: web.Request, budget: FrameBudget) -> None:
         assert request.transport is not None
-        self.is_early = bool(request.protocol._message_tail)  # arrived together with the handshake
+        # data arrived together with the handshake
+        self.is_early = bool(request.protocol._message_tail)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the budget is used up, with the reason for the client."""
+        """Done when the budget is exceeded; its result is the reason for the client."""
         self._inner, self._budget, self._client = request.protocol, budget, request.remote
         self._bucket = budget.bucket()
         self._frames = FrameHeaders()
@@ -35,7 +36,7 @@ class ClientFrames(asyncio.Protocol):
         request.transport.set_protocol(self)
 
     def open(self) -> None:
-        """The handshake is about to be answered."""
+        """Accept data, because the handshake is about to be completed."""
         self._is_open = True
 
     def data_received(self, data: bytes) -> None:
@@ -67,16 +68,17 @@ class ClientFrames(asyncio.Protocol):
 
 
 class FrameHeaders:
-    """Finds the frames in a stream of bytes, however it is cut (RFC 6455, 5.2)."""
+    """Finds frame headers in a stream of bytes, regardless of its segmentation (RFC 6455, 5.2)."""
 
     def __init__(self) -> None:
         self._header = b""
-        """A header of which not all bytes are there."""
+        """Bytes of an incomplete header."""
         self._payload_bytes = 0
-        """Of the current frame, still to come."""
+        """Remaining payload bytes of the current frame."""
 
     def count_small(self, data: bytes) -> int:
-        """Return how many frames of less than `SMALL_BYTES` begin here; a header counts once it is whole."""
+        """Return the number of frames below `SMALL_BYTES` that start here. A header counts when
+        complete."""
         data, self._header = self._header + data, b""
         at, count = self._payload_bytes, 0
         while at < len(data):

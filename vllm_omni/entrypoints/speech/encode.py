@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound to bytes, piece by piece: PCM and WAV by hand, MP3, Opus, AAC and FLAC by PyAV.
+"""Incremental audio encoders: PCM and WAV by hand, MP3, Opus, AAC and FLAC by PyAV.
 
-The joined pieces of one encoder are one valid file; a WAV written as a stream carries the length "unknown".
-Held by tests/entrypoints/speech/test_encode.py.
+The concatenated output of an encoder is one valid file. A streamed WAV has the length "unknown".
 """
 
 import io
@@ -18,7 +17,7 @@ _PYAV = {
     "aac": ("adts", "aac", "fltp"),
     "flac": ("flac", "flac", "s16"),
 }
-"""format -> container, codec, sample format"""
+"""Container, codec and sample format of each format."""
 
 MEDIA_TYPES = {
     "wav": "audio/wav",
@@ -33,14 +32,22 @@ MEDIA_TYPES = {
 
 class SoundEncoder(Protocol):
     def feed(self, samples: torch.Tensor) -> bytes:
-        """Take fp32 samples [S] in [-1, 1]; return the next finished bytes of the file, perhaps none."""
+        """Encode fp32 samples [S] in [-1, 1].
+
+        Returns:
+            Finished bytes of the file, possibly none.
+        """
 
     def finish(self) -> bytes:
-        """Return the rest of the file; the encoder is done."""
+        """Return the rest of the file. The encoder cannot be used afterwards."""
 
 
 def make_encoder(audio_format: str, sample_rate: int) -> SoundEncoder:
-    """Raises ValueError that lists the formats."""
+    """Return an encoder.
+
+    Raises:
+        ValueError: The format is unknown. The text lists the formats.
+    """
     if audio_format in ("pcm", "pcm16"):
         return _Pcm()
     if audio_format == "wav":
@@ -51,12 +58,12 @@ def make_encoder(audio_format: str, sample_rate: int) -> SoundEncoder:
 
 
 def pcm16(samples: torch.Tensor) -> bytes:
-    """Little-endian 16-bit samples."""
+    """Return little-endian 16-bit samples."""
     return (samples.clamp(-1, 1) * 32767).round().to(torch.int16).numpy().astype("<i2").tobytes()
 
 
 def wav_file(samples: torch.Tensor, sample_rate: int) -> bytes:
-    """A complete WAV file, with its length."""
+    """Return a complete WAV file with its length."""
     data = pcm16(samples)
     return _wav_header(sample_rate, len(data)) + data
 
@@ -115,7 +122,7 @@ class _PyAV:
 
 
 class _Growing(io.RawIOBase):
-    """A file that can only be appended to, read off as it grows."""
+    """An append-only file whose new contents can be removed."""
 
     def __init__(self) -> None:
         self._new = bytearray()

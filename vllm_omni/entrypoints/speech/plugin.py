@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry `vllm_omni_speech`: vLLM's own server of a language model learns to speak.
+"""The `vllm.endpoint_plugins` entry `vllm_omni_speech`: adds speech to vLLM's language model
+server.
 
-The checkpoint's family starts the other engines beside the server's (`ModelFamily.start_speech`). The plugin replaces
-`/v1/chat/completions` (requests without audio go to vLLM's own handler, unchanged) and `/health`, and adds
-`/v1/audio/speech`. Everything else, `--api-key` included, stays vLLM's.
-Held by tests/entrypoints/speech/.
+The checkpoint's family starts the additional engines (`ModelFamily.start_speech`). The plugin
+replaces `/v1/chat/completions` and `/health` and adds `/v1/audio/speech`. Chat requests without
+audio are forwarded to vLLM's own handler. All other routes and options, including `--api-key`, are
+vLLM's.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from vllm_omni.pipeline.speech import SpeechModel
 
 
 class SpeechEndpoints:
-    """Satisfies `EndpointPlugin`."""
+    """Speech routes of one API server process. Satisfies `EndpointPlugin`."""
 
     name = "vllm_omni_speech"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
@@ -65,7 +66,7 @@ class SpeechEndpoints:
         if not isinstance(engine_client, AsyncLLM):
             raise ValueError("vllm_omni_speech needs vLLM's own AsyncLLM in the API server")
         if (args.api_server_count or 1) > 1:
-            raise ValueError("--api-server-count: each server process would start engines of its own; use 1")
+            raise ValueError("--api-server-count: each API server process would start its own engines; use 1")
         path = Path(args.model)
         family = detect_family(path)
         if family.start_speech is None:
@@ -78,7 +79,7 @@ class SpeechEndpoints:
         self._watch.start(lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s)
 
     async def _health(self, request: Request) -> Response:
-        """200 while every engine lives; 503 names the first dead one."""
+        """200 while every engine is alive; 503 names the first dead one."""
         assert self._model is not None, "vLLM initialises state before it serves"
         dead = [stage.name for stage in self._model.stages if stage.is_dead]
         if dead:
@@ -87,5 +88,5 @@ class SpeechEndpoints:
 
 
 def create_plugin() -> SpeechEndpoints:
-    """Return the plugin; named in setup.py's entry points."""
+    """Return the plugin. setup.py names this function as an entry point."""
     return SpeechEndpoints()

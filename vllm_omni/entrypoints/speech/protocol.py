@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the speech routes, and how failures are told: OpenAI's schema, checked once at the edge.
-
-Held by tests/entrypoints/speech/test_protocol_speech.py.
-"""
+"""Bodies and errors of the speech routes, in OpenAI's schema."""
 
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -14,7 +11,7 @@ from vllm_omni.pipeline.stage import StageDied
 from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 MAX_TEXT = 4096
-"""Characters of `/v1/audio/speech`, as OpenAI's."""
+"""Maximum number of characters of `/v1/audio/speech`, as in OpenAI's API."""
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
 Seed = Annotated[int, Field(ge=RANDOM_SEED, le=MAX_SEED)]
@@ -25,7 +22,7 @@ class VoiceId(BaseModel):
 
 
 class AudioParams(BaseModel):
-    """`audio` of a chat request."""
+    """The field `audio` of a chat request."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,7 +35,10 @@ class AudioParams(BaseModel):
 
 
 class SpeechRequest(BaseModel):
-    """Body of `/v1/audio/speech`. seed: not OpenAI's; makes the speech repeatable, -1 draws one."""
+    """Body of `/v1/audio/speech`.
+
+    `seed` is an extension: it makes the speech repeatable, and -1 draws one.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +57,14 @@ class SpeechRequest(BaseModel):
 
 
 def wants_audio(extra: dict[str, Any] | None) -> AudioParams | None:
-    """Read `modalities` and `audio` of a chat request; None = text only. Raises `RequestFailed`."""
+    """Read `modalities` and `audio` of a chat request.
+
+    Returns:
+        Parameters of the audio; None for text only.
+
+    Raises:
+        RequestFailed: The fields are invalid.
+    """
     extra = extra or {}
     modalities = extra.get("modalities") or ["text"]
     if not isinstance(modalities, list) or not set(map(str, modalities)) <= {"text", "audio"}:
@@ -79,7 +86,7 @@ _CLIENT_FAULTS = {"invalid_request", "too_long", "too_large"}
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """HTTP status and OpenAI-shaped body for a composition's exceptions; never a library's own text."""
+    """Return HTTP status and OpenAI-shaped body of an exception, without a library's message."""
     if isinstance(error, RequestFailed):
         status = HTTPStatus.BAD_REQUEST if error.code in _CLIENT_FAULTS else HTTPStatus.INTERNAL_SERVER_ERROR
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/chat/completions` with sound and `/v1/audio/speech`, over a `SpeechModel`.
+"""`/v1/chat/completions` with audio, and `/v1/audio/speech`, on a `SpeechModel`.
 
-vLLM's own chat handler renders the prompt (templates, pictures, sound, limits) and serves every request that wants text
-only. OpenAI's rules hold: with sound, the text is `message.audio.transcript` and `content` is null; a streamed reply
-carries pcm16 in base64. Nothing is sent before the first result is there, so failures before that have a status; later
-ones end the stream with an error. Held by tests/entrypoints/speech/test_speech_served.py.
+vLLM's own chat handler renders the prompt (templates, images, audio, limits) and serves text-only
+requests. As in OpenAI's API, a reply with audio has its text in `message.audio.transcript` and null
+in `content`, and a streamed reply contains pcm16 in base64. The response starts with the first
+result, so earlier failures have an HTTP status; later ones end the stream with an error.
 """
 
 import base64
@@ -43,17 +43,17 @@ _READ_ALOUD = "Read this text aloud, word for word:\n"
 
 
 async def traced(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """The same events; the work for them is a span `speech` of the caller's trace."""
+    """Yield the events, with their work in a span `speech` of the caller's trace."""
     span = trace_context.begin("speech")
     if span.headers is not None:
-        trace_context.set_parent(span.headers)  # for the tasks that are begun with the first event
+        trace_context.set_parent(span.headers)  # for the tasks that start with the first event
     failed = True
     try:
         async for event in events:
             yield event
         failed = False
     except GeneratorExit:
-        failed = False  # the client has left
+        failed = False  # the client has disconnected
         raise
     finally:
         await events.aclose()
@@ -83,15 +83,16 @@ class SpeechRoutes:
             stock: Response = await create_chat_completion(request, raw_request)
             return stock
 
-        answer = Response(status_code=499)  # nobody reads it, but an access log does
+        answer = Response(status_code=499)  # only for the access log
 
-        @with_cancellation  # a client that goes away before the first result aborts the request
+        @with_cancellation  # a disconnect before the first result aborts the request
         async def serve(request: ChatCompletionRequest, raw_request: Request) -> Response:
             nonlocal answer
             answer = await self._chat_with_sound(request, audio)
             return answer
 
-        await serve(request, raw_request)  # its result for a client that has left differs between vLLM versions
+        # the result for a disconnected client differs between vLLM versions
+        await serve(request, raw_request)
         return answer
 
     async def _chat_with_sound(self, request: ChatCompletionRequest, audio: AudioParams) -> Response:
@@ -175,13 +176,19 @@ class SpeechRoutes:
         return traced(model.read_aloud(prompt_ids, text_ids, name, voice=request.voice_name, seed=request.seed))
 
     def _serving(self) -> tuple[SpeechModel, Any]:
-        """The model, and vLLM's own chat handler."""
+        """Return the model and vLLM's own chat handler."""
         assert self._model is not None and self._state is not None, "vLLM initialises state before it serves"
         return self._model, self._state.openai_serving_chat
 
 
 class _Reply:
-    """One chat reply in OpenAI's words, whole or streamed. sample_rate: hertz."""
+    """One chat reply in OpenAI's schema, complete or streamed.
+
+    Args:
+        request: The chat request.
+        audio: Parameters of the audio.
+        sample_rate: Sample rate in hertz.
+    """
 
     def __init__(self, request: ChatCompletionRequest, audio: AudioParams, sample_rate: int) -> None:
         self._audio, self._sample_rate = audio, sample_rate
@@ -275,7 +282,10 @@ def _sse_error(error: Exception) -> bytes:
 
 
 async def _streamed(parts: AsyncIterator[bytes], media_type: str, tell: Any) -> StreamingResponse:
-    """Wait for the first part, then stream. A later failure is told by `tell`, or breaks off the connection (None)."""
+    """Wait for the first part, then stream.
+
+    A later failure is reported with `tell`; if that is None, the connection is dropped.
+    """
     first = await anext(parts, b"")
 
     async def body() -> AsyncIterator[bytes]:
@@ -295,7 +305,10 @@ async def _streamed(parts: AsyncIterator[bytes], media_type: str, tell: Any) -> 
 
 
 def _with_seed(response: Response, seed: int | None) -> Response:
-    """Tell the seed in a header, since sound has no place for it; a request without one has no single seed."""
+    """Add the seed as a header, because audio has no field for it.
+
+    A request without a seed has no single one.
+    """
     if seed is not None:
         response.headers["X-Seed"] = str(seed)
     return response
@@ -319,5 +332,5 @@ def _sse(content: dict[str, Any]) -> bytes:
 
 
 def _request_id(kind: str) -> str:
-    """The engines' log lines name a request by this, and so by the id of the HTTP request."""
+    """Return a request id that contains the id of the HTTP request, for the engines' log lines."""
     return "-".join([kind, *log_context.current().values(), secrets.token_hex(16)])

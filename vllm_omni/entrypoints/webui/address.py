@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the web page is: its path, and the URL that someone at this machine would type. Imports nothing heavy."""
+"""Path and local URL of the web page. Imports only the standard library."""
 
 from typing import Final
 
@@ -7,6 +7,13 @@ PAGE_PATH: Final = "/omni"
 
 
 def page_url(host: str | None, port: int | str, scheme: str = "http", root_path: str = "") -> str:
-    """`host`: the server's; a wildcard becomes `localhost`."""
+    """Return the page's URL.
+
+    Args:
+        host: The server's host. A wildcard becomes `localhost`.
+        port: The server's port.
+        scheme: `http` or `https`.
+        root_path: The server's root path.
+    """
     name = "localhost" if host in (None, "", "0.0.0.0", "::") else host
     return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at `/omni/`: files of this package, read once, sent with headers that let them reach this server only.
+"""The web page at `/omni/`: static files with headers that restrict them to this server.
 
-Nothing is made on the server: the page learns everything else from the WebSocket's greeting. It loads without a key,
-because it holds nothing and can do nothing without one. Held by tests/entrypoints/webui/test_page_files.py.
+The page gets all dynamic data from the WebSocket's `hello`. It loads without a key, because it
+contains nothing secret and can do nothing without one.
 """
 
 import hashlib
@@ -49,17 +49,20 @@ HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=(), display-capture=()",
-    "Cache-Control": "no-cache",  # ask each time; an unchanged file is answered with 304
+    "Cache-Control": "no-cache",  # revalidate each time; an unchanged file gets 304
 }
 
 
 @dataclass(frozen=True)
 class Page:
-    """One file as it is sent."""
+    """One file with its headers."""
 
     body: bytes
+    """Contents of the file."""
     content_type: str
+    """MIME type."""
     etag: str
+    """Value of the header `ETag`."""
 
     async def send(self, request: Request) -> Response:
         headers = {**HEADERS, "ETag": self.etag}
@@ -69,10 +72,17 @@ class Page:
 
 
 def attach(app: FastAPI, world: Path | None = None, is_world: Callable[[], bool] = lambda: True) -> list[str]:
-    """Add a route for every file under `static/` and return their paths; nothing is looked up on disk later.
+    """Add a route for every file under `static/`, which are all read now.
 
-    world: a checkpoint directory; the pictures that its card names are added under `world/`. is_world: called with each
-    request of the page itself: whether the served model is a world; other models have a page of their own.
+    Args:
+        app: The application.
+        world: Checkpoint directory. The images that its world description names are added under
+            `world/`.
+        is_world: Returns whether the model has sessions. Called for each request of the page,
+            because other models have another page.
+
+    Returns:
+        Paths of the routes.
     """
     pages = dict(_pages(_static(), ""))
     if world is not None and (card := read_card(world)) is not None:
@@ -80,7 +90,8 @@ def attach(app: FastAPI, world: Path | None = None, is_world: Callable[[], bool]
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:
-        return RedirectResponse("omni/", 307, headers=HEADERS)  # relative, so that it holds behind a proxy's prefix
+        # relative, so that it works behind a proxy's prefix
+        return RedirectResponse("omni/", 307, headers=HEADERS)
 
     for path in ("/", PAGE_PATH):
         app.add_route(path, to_slash, methods=["GET"], include_in_schema=False)
@@ -90,12 +101,13 @@ def attach(app: FastAPI, world: Path | None = None, is_world: Callable[[], bool]
 
     app.add_route(f"{PAGE_PATH}/", start, methods=["GET"], include_in_schema=False)
     for path, page in by_path.items():
-        app.add_route(path, page.send, methods=["GET"], include_in_schema=False)  # GET brings HEAD
+        # GET includes HEAD
+        app.add_route(path, page.send, methods=["GET"], include_in_schema=False)
     return ["/", PAGE_PATH, f"{PAGE_PATH}/", *by_path]
 
 
 def address(args: Namespace) -> str | None:
-    """The page's URL as someone at this machine would type it; None when the server listens on a Unix socket."""
+    """Return the page's URL on this machine; None if the server listens on a Unix socket."""
     if args.uds:
         return None
     scheme = "https" if args.ssl_certfile else "http"
