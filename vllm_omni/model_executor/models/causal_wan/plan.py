@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal Wan as `vllm-omni plan` sees it: two sizes of one network, and the published networks with their own steps.
 
-Held by tests/planning/test_plan.py.
+Held by tests/planning/test_plan_memory.py.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LingBot World as `vllm-omni plan` sees it: camera layers and an image condition.
 
-Held by tests/planning/test_plan.py.
+Held by tests/planning/test_plan_memory.py.
 """
 
 from collections.abc import Mapping

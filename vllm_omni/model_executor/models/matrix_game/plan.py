@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix-Game as `vllm-omni plan` sees it: action modules beside the trunk, an image's rows as context.
 
-Held by tests/planning/test_plan.py.
+Held by tests/planning/test_plan_memory.py.
 """
 
 from collections.abc import Mapping

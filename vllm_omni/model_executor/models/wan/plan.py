@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common parts of Wan networks as `vllm-omni plan` sees them: sizes of the transformer, refusals of a world.
 
-Held by tests/planning/test_plan.py.
+Held by tests/planning/test_plan_memory.py.
 """
 
 import math
