@@ -402,7 +402,7 @@ def stream(
                     raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {count} were requested")
                 chunks.append(chunk)
                 if index == 0 and started_s is not None:
-                    progress.console.print(f"first picture after {time.monotonic() - started_s:.0f} s")
+                    progress.console.print(f"first frame after {time.monotonic() - started_s:.0f} s")
                 progress.console.print(describe(index, chunk), soft_wrap=True, highlight=False)
                 progress.advance(task)
                 start = part.stop

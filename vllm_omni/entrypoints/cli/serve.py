@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
         if planned.page is not None:
             print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
             if not any(argument.startswith("--allowed-origins") for argument in argv):
-                print("vllm-omni: pages from elsewhere are kept out; --allowed-origins lists those let in", flush=True)
+                print("vllm-omni: pages of other origins are refused, unless --allowed-origins lists them", flush=True)
         os.environ.update(planned.environ)
         # inherited by all API server processes
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))

@@ -127,7 +127,7 @@ class ImageRoutes:
     async def file_content(self, request: Request, file_id: str) -> Response:
         path = await self._off_loop(self._store.find_file, file_id, owner_of(request))
         if path is None:
-            raise not_found("no such file; files are kept for a limited time", "file_id")
+            raise not_found("no such file; files are stored for a limited time", "file_id")
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix[1:]])
 
     # -- one call ----------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ Coordinate = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 
 class ImageReference(msgspec.Struct, frozen=True):
     image_url: str
+    """A `data:` URL."""
 
 
 class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
