@@ -107,7 +107,7 @@ def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Change:
-    """One number of two results. worse: True, False, or None if its name tells no direction."""
+    """One number in two results."""
 
     name: str
     """Dotted name of the number."""

@@ -144,7 +144,7 @@ def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldCard
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A running `vllm serve`: the process (leader of its own group), its port and its log."""
+    """A running `vllm serve`."""
 
     popen: "subprocess.Popen[bytes]"
     """The process, leader of its process group."""

@@ -66,7 +66,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     """First prompt."""
     model: str | None = None
-    """Name of the model. Default: not checked."""
+    """Name of the served model. Another name is refused. Default: not checked."""
     format: str = FORMAT
     """Container format. Only `m4s` is supported."""
     width: Pixels | None = None
