@@ -394,8 +394,10 @@ _ADDITIONAL_CONFIG = "additional-config"
 
 @dataclass
 class ServeFlags:
-    """The flags of a `vllm serve` command line, read without vLLM's parser, which takes 9 s to
-    import."""
+    """The flags of a `vllm serve` command line.
+
+    They are read without vLLM's parser, which takes 9 s to import.
+    """
 
     model: str | None = None
     """Checkpoint directory or hub id. None: not given."""
@@ -404,10 +406,10 @@ class ServeFlags:
 
     @classmethod
     def scan(cls, argv: Sequence[str]) -> "ServeFlags":
-        """Read `argv` as vLLM does: the model comes first, `_` equals `-`, `--flag=x` equals
-        `--flag x`.
+        """Read the command line by vLLM's rules.
 
-        A `--config` file supplies flags that the command line lacks.
+        The model comes first, `_` equals `-`, and `--flag=x` equals `--flag x`. A `--config` file
+        supplies flags that the command line lacks.
 
         Raises:
             CommandError: The file cannot be read.
@@ -444,8 +446,10 @@ class ServeFlags:
         return 1
 
     def additional_config(self) -> dict[str, Any]:
-        """Return `--additional-config`, given as JSON or dotted
-        (`--additional-config.omni.max_sessions 4`)."""
+        """Return `--additional-config`, given as JSON or with dotted keys.
+
+        For example, `--additional-config.omni.max_sessions 4`.
+        """
         text = self.values.get(_ADDITIONAL_CONFIG, "{}")
         try:
             config = json.loads(text)

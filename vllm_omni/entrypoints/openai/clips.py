@@ -28,8 +28,7 @@ _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
 def is_clip(source: Any) -> bool:
-    """Return whether an upload is a video: a `data:video/` URL, or the start of an MP4, MOV, WebM
-    or AVI."""
+    """Return whether an upload is a `data:video/` URL or starts like an MP4, MOV, WebM or AVI."""
     if isinstance(source, str):
         return source.startswith("data:video/")
     return (

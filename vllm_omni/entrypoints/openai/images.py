@@ -267,8 +267,10 @@ class _Accounting:
 
 
 def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
-    """Return the images of an edit in the client's order, and the mask. Removes `images` from the
-    fields."""
+    """Return the images of an edit in the client's order, and the mask.
+
+    Removes `images` from the fields.
+    """
     files = dict(body.files)
     sources: list[Any] = [*files.pop("image", [])]
     masks = files.pop("mask", [])

@@ -175,8 +175,10 @@ class ControlTrack:
         return {event.order for event in [*events, *self._analog.waiting, *slots]}
 
     def _push(self, transitions: tuple[Transition, ...], event: Event) -> list[Event]:
-        """Append transitions. Only the newest buttons and the newest non-empty buttons are
-        retained."""
+        """Append transitions.
+
+        Only the newest buttons and the newest non-empty buttons are retained.
+        """
         replaced = [old for _, old in self._transitions]
         for transition in transitions:
             if transition.buttons is not None:
