@@ -81,8 +81,10 @@ class BrowserAccess:
         return bool(self._keys)
 
     def key_index(self, headers: Headers) -> int | None:
-        """Return the index of the key in a request's header; None for an unknown key. Constant
-        time."""
+        """Return the index of the key in a request's header; None for an unknown key.
+
+        The time does not depend on the key.
+        """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
         found = None
@@ -155,12 +157,11 @@ class KeyGuard:
 
 
 class OriginGuard:
-    """ASGI middleware that refuses requests of pages of other origins, as the WebSocket endpoints
-    do.
+    """ASGI middleware that refuses requests of pages of other origins.
 
-    Browsers send a form, or JSON without its content type, to any server without a preflight
-    request. With a key such requests fail, but a server at 127.0.0.1 often has none. Other clients
-    send neither `Origin` nor `Sec-Fetch-Site`.
+    The WebSocket endpoints refuse them too. Browsers send a form, or JSON without its content type,
+    to any server without a preflight request. With a key such requests fail, but a server at
+    127.0.0.1 often has none. Other clients send neither `Origin` nor `Sec-Fetch-Site`.
 
     Args:
         app: The application.

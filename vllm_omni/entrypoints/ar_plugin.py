@@ -148,8 +148,7 @@ class EngineClientWithRows:
     async def _keep(
         self, outputs: AsyncGenerator[RequestOutput, None], request_id: str, num_completions: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Forward outputs, and store the hidden states before the client can see the end of the
-        request."""
+        """Forward outputs. Hidden states are stored before the client sees the end."""
         found: dict[int, list[HiddenStates | None]] = {}
         principal = _principal.get()
         self._store.begin(request_id, principal)

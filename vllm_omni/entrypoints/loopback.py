@@ -28,8 +28,11 @@ def is_loopback(url: str) -> bool:
 
 
 def websocket_proxy(url: str) -> Literal[True] | None:
-    """Return the argument `proxy` of `websockets.connect`: None for no proxy, True for the
-    environment's."""
+    """Return the argument `proxy` of `websockets.connect`.
+
+    Returns:
+        None for no proxy, True for the environment's.
+    """
     return None if is_loopback(url) else True
 
 

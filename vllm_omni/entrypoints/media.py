@@ -195,13 +195,14 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
 def as_displayed(frame: av.VideoFrame, stream: VideoStream, most_side: int | None = None) -> np.ndarray:
     """Return a decoded frame as players show it, uint8 RGB [H, W, 3].
 
-    A phone stores an upright clip lying, with a display matrix that says how to rotate and mirror it, and pixels need
-    not be square. FFmpeg's decoders report both and apply neither. Other angles are rounded to a quarter turn.
+    Phones store an upright clip rotated, with a display matrix for rotation and mirroring, and
+    pixels may not be square. FFmpeg's decoders report both but apply neither. Other angles are
+    rounded to a quarter turn.
 
     Args:
         frame: A frame from the stream's decoder.
-        stream: Stream of the frame. It holds the aspect ratio of its pixels.
-        most_side: Longest side of the result in pixels; larger frames are scaled down. Default: no scaling.
+        stream: The stream.
+        most_side: Maximum width and height in pixels. Default: not scaled.
     """
     ratio = float(stream.sample_aspect_ratio or 1)
     width, height = frame.width * max(1.0, ratio), frame.height * max(1.0, 1 / ratio)
@@ -221,9 +222,12 @@ def as_displayed(frame: av.VideoFrame, stream: VideoStream, most_side: int | Non
 
 
 def contact_sheet(frames_THWC: np.ndarray, columns: int = 4, gap: int = 4) -> Image.Image:
-    """Return all frames in reading order on one dark picture, `columns` to a row, `gap` pixels apart.
+    """Return a contact sheet of frames in reading order on a dark background.
 
-    frames_THWC: uint8 RGB, T >= 1. The caller picks which frames to show.
+    Args:
+        frames_THWC: Frames to show, uint8 RGB, T >= 1.
+        columns: Frames per row.
+        gap: Space between frames in pixels.
     """
     check_frames(frames_THWC)
     if columns < 1 or gap < 0:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry point: adds this package's endpoints to stock vLLM's API
-server.
+"""The `vllm.endpoint_plugins` entry point: adds this package's endpoints to stock vLLM.
 
 vLLM loads it when `VLLM_PLUGINS` names `vllm_omni` (`vllm serve --omni` sets it) and the served
 model accepts pooling requests of the task `plugin`. `server.py` lists the endpoints.

@@ -162,8 +162,10 @@ def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class ReadyRoute:
-    """The route. Call `attach` while the application is built; set `readiness` after engine
-    startup."""
+    """The route.
+
+    Call `attach` while the application is built, and set `readiness` after engine startup.
+    """
 
     def __init__(self) -> None:
         self.readiness: Readiness | None = None

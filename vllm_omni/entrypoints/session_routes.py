@@ -226,7 +226,7 @@ class SessionRoutes:
             yield
         finally:
             self._uploads[client] -= 1
-            self._uploads += Counter()  # forget clients without uploads
+            self._uploads += Counter()  # remove clients without uploads
 
     def _known(self, request: Request, session_id: str) -> Session:
         session = self.mobility.manager.find(_key(request, _checked(session_id)))

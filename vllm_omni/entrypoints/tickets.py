@@ -36,11 +36,11 @@ class TicketError(Exception):
 
 
 def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """Return the secret that signs tickets, equal in all processes with the same keys and
-    environment.
+    """Return the secret that signs tickets.
 
-    Without the variable (plain `vllm serve`) it is derived from the keys with scrypt, which is
-    slow, so that a ticket does not allow quick tests of guessed keys.
+    It is equal in all processes with the same keys and environment. Without the variable (plain
+    `vllm serve`) it is derived from the keys with scrypt, which is slow, so that a ticket does not
+    allow quick tests of guessed keys.
     """
     joined = b"\0".join(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys)
     if shared := environ.get(SECRET_VARIABLE):

@@ -67,8 +67,10 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "WebSocketOptions":
-        """Read the flags. A namespace of plain `vllm serve` has none of them and gives the
-        defaults."""
+        """Read the flags.
+
+        A namespace of plain `vllm serve` has none of them and gives the defaults.
+        """
         if "ws_max_size" not in args:
             return cls()
         return cls(

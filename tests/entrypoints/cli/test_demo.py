@@ -351,7 +351,7 @@ def test_the_demo_walks_through_the_trained_world(tmp_path: Path, village: Path)
     assert frames_THWC.shape == (21, 96, 160, 3)
     assert Image.open(tmp_path / "demo.png").size == (4 * 164 + 4, 3 * 100 + 4)
     assert result.stdout.count("chunk ") >= 6
-    assert re.search(r"first picture after \d+ s", result.stdout)
+    assert re.search(r"first frame after \d+ s", result.stdout)
     assert Image.open(tmp_path / "demo_truth.png").size == (8 * 164 + 4, 2 * 100 + 4)
     near = float(re.findall(r"PSNR of the three thirds of the walk: (\d+\.\d)", result.stdout)[0])
     assert near > 18, result.stdout

@@ -82,7 +82,7 @@ def _run_for_json(command: list[str]) -> int:
         for result in results:
             print(result.read_text().rstrip())
     if status == 0 and not results:
-        raise CommandError("the benchmark wrote no result; was it told --no-save or --help?")
+        raise CommandError("the benchmark wrote no result; was --no-save or --help passed?")
     return status
 
 
@@ -107,7 +107,7 @@ def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Change:
-    """One number of two results. worse: True, False, or None if its name tells no direction."""
+    """One number in two results."""
 
     name: str
     """Dotted name of the number."""
@@ -124,7 +124,8 @@ class Change:
 
 
 def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> int:
-    parser = argparse.ArgumentParser(prog="vllm-omni bench compare")  # our flags may also stand behind the name
+    # this package's flags may also follow the name
+    parser = argparse.ArgumentParser(prog="vllm-omni bench compare")
     parser.add_argument("files", nargs="*")
     parser.add_argument("--json", action="store_true", default=as_json)
     parser.add_argument("--threshold", type=float, default=threshold)

@@ -144,7 +144,7 @@ def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldCard
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A running `vllm serve`: the process (leader of its own group), its port and its log."""
+    """A running `vllm serve`."""
 
     popen: "subprocess.Popen[bytes]"
     """The process, leader of its process group."""
@@ -402,7 +402,7 @@ def stream(
                     raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {count} were requested")
                 chunks.append(chunk)
                 if index == 0 and started_s is not None:
-                    progress.console.print(f"first picture after {time.monotonic() - started_s:.0f} s")
+                    progress.console.print(f"first frame after {time.monotonic() - started_s:.0f} s")
                 progress.console.print(describe(index, chunk), soft_wrap=True, highlight=False)
                 progress.advance(task)
                 start = part.stop

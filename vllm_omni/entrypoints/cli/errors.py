@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exception of subcommands for problems that the user can fix. `main` prints it and exits with
-2."""
+"""The exception of subcommands for problems that the user can fix.
+
+`main` prints it and exits with 2.
+"""
 
 
 class CommandError(Exception):

@@ -20,8 +20,7 @@ _CHOSEN = ("--omni", "--worker-cls", "--worker_cls", "--config-format", "--confi
 
 @functools.cache
 def hint_at_exit() -> None:
-    """Print the hint when this process exits, if it is a `vllm serve` that lacks `--omni`.
-    Idempotent."""
+    """Print the hint at exit, if this process is a `vllm serve` that lacks `--omni`. Idempotent."""
     if multiprocessing.parent_process() is None and (hint := missing_omni(sys.argv)) is not None:
         atexit.register(print, hint, file=sys.stderr, flush=True)
 

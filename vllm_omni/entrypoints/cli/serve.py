@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
         if planned.page is not None:
             print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
             if not any(argument.startswith("--allowed-origins") for argument in argv):
-                print("vllm-omni: pages from elsewhere are kept out; --allowed-origins lists those let in", flush=True)
+                print("vllm-omni: pages of other origins are refused, unless --allowed-origins lists them", flush=True)
         os.environ.update(planned.environ)
         # inherited by all API server processes
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
@@ -394,8 +394,10 @@ _ADDITIONAL_CONFIG = "additional-config"
 
 @dataclass
 class ServeFlags:
-    """The flags of a `vllm serve` command line, read without vLLM's parser, which takes 9 s to
-    import."""
+    """The flags of a `vllm serve` command line.
+
+    They are read without vLLM's parser, which takes 9 s to import.
+    """
 
     model: str | None = None
     """Checkpoint directory or hub id. None: not given."""
@@ -404,10 +406,10 @@ class ServeFlags:
 
     @classmethod
     def scan(cls, argv: Sequence[str]) -> "ServeFlags":
-        """Read `argv` as vLLM does: the model comes first, `_` equals `-`, `--flag=x` equals
-        `--flag x`.
+        """Read the command line by vLLM's rules.
 
-        A `--config` file supplies flags that the command line lacks.
+        The model comes first, `_` equals `-`, and `--flag=x` equals `--flag x`. A `--config` file
+        supplies flags that the command line lacks.
 
         Raises:
             CommandError: The file cannot be read.
@@ -444,8 +446,10 @@ class ServeFlags:
         return 1
 
     def additional_config(self) -> dict[str, Any]:
-        """Return `--additional-config`, given as JSON or dotted
-        (`--additional-config.omni.max_sessions 4`)."""
+        """Return `--additional-config`, given as JSON or with dotted keys.
+
+        For example, `--additional-config.omni.max_sessions 4`.
+        """
         text = self.values.get(_ADDITIONAL_CONFIG, "{}")
         try:
             config = json.loads(text)

@@ -33,17 +33,23 @@ class DataUrl(_Strict):
 
 class TextPart(_Strict):
     type: Literal["text"]
+    """Type of the part."""
     text: Text
+    """The text."""
 
 
 class ImagePart(_Strict):
     type: Literal["image_url"]
+    """Type of the part."""
     image_url: DataUrl
+    """The image."""
 
 
 class VideoPart(_Strict):
     type: Literal["video_url"]
+    """Type of the part."""
     video_url: DataUrl
+    """The video."""
 
 
 Content = Annotated[
@@ -56,7 +62,9 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 class AskingMessage(_Strict):
     role: Literal["system", "developer", "user"]
+    """Author of the message. `developer` is an alias of `system`."""
     content: Content
+    """Text, or parts."""
     name: str | None = Field(None, max_length=64, description="Accepted, not used.")
 
 
@@ -64,9 +72,13 @@ class AssistantMessage(_Strict):
     """An earlier response of this route."""
 
     role: Literal["assistant"]
+    """Author of the message."""
     content: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | list[TextPart] | None = None
+    """Text of the response."""
     refusal: None = None
+    """Accepted, not used."""
     tool_calls: Nothing = None
+    """Must be empty."""
     name: str | None = Field(None, max_length=64, description="Accepted, not used.")
 
 
@@ -84,44 +96,67 @@ Message = Annotated[
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    """Whether a streamed response ends with its token counts. Default: False."""
     include_obfuscation: bool | None = Field(None, description="Accepted, not used.")
 
 
 class TextFormat(_Strict):
     type: Literal["text"]
+    """Only `text` is supported."""
 
 
 class ChatRequest(_Strict):
     messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    """Messages of the conversation, oldest first."""
     model: str | None = Field(None, max_length=1024)
+    """Name of the model, or of a LoRA adapter. Default: the served model."""
     max_tokens: int | None = Field(None, ge=1)
+    """Maximum number of generated tokens; alias of `max_completion_tokens`."""
     max_completion_tokens: int | None = Field(None, ge=1)
+    """Maximum number of generated tokens. Default: the model's."""
     temperature: float | None = Field(None, ge=0, le=2, description="0 (greedy) if absent.")
     top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling threshold in (0, 1]. Default: the model's."""
     stop: str | list[str] | None = None
+    """Strings that end the response. Default: none."""
     seed: int | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED, description="Drawn at random if absent or -1.")
     n: Literal[1] | None = None
+    """Number of responses; only 1 is supported."""
     stream: bool | None = None
+    """Whether to send server-sent events. Default: False."""
     stream_options: StreamOptions | None = None
+    """Options of a streamed response."""
     response_format: TextFormat | None = None
+    """Only text is supported."""
     modalities: list[Literal["text"]] | None = None
+    """Only text is supported."""
     user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     prompt_cache_key: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted, not used.")
     store: Literal[False] | None = None
+    """Only False is supported."""
     service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used.")
     # Functions that these models lack: only neutral values are accepted (`_UNSUPPORTED`).
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    """Must be 0."""
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    """Must be 0."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    """Must be empty."""
     logprobs: Literal[False] | None = None
+    """Must be False."""
     top_logprobs: Literal[0] | None = None
+    """Must be 0."""
     tools: Nothing = None
+    """Must be empty."""
     tool_choice: Literal["none", "auto"] | None = None
+    """Accepted, not used."""
     parallel_tool_calls: bool | None = Field(None, description="Accepted, not used: there are no tools.")
     functions: Nothing = None
+    """Must be empty."""
     function_call: Literal["none", "auto"] | None = None
+    """Accepted, not used."""
     extra_params: dict[str, Any] | None = Field(None, description="Extension. Options of the served model itself.")
 
 

@@ -63,8 +63,10 @@ class ClientThreads:
         )
 
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Like `image`, for a clip. The function's last argument returns whether the client has
-        left."""
+        """Like `image`, for a clip.
+
+        The function's last argument returns whether the client has left.
+        """
 
         def decode(has_left: Callable[[], bool]) -> T:
             return function(*args, has_left)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the OpenAI routes: `{"error": {"message", "type", "param", "code"}}` with an HTTP
-status.
+"""Errors of the OpenAI routes, with OpenAI's JSON body and an HTTP status.
 
 Every failure of a route becomes an `ApiError`; `answer_errors` converts it and all other exceptions
-to that reply. Messages come from this package, `RequestFailed` or `DoorError` and contain no paths
-or addresses.
+to a reply `{"error": {"message", "type", "param", "code"}}`. Messages come from this package,
+`RequestFailed` or `DoorError` and contain no paths or addresses.
 """
 
 import functools

@@ -127,7 +127,7 @@ class ImageRoutes:
     async def file_content(self, request: Request, file_id: str) -> Response:
         path = await self._off_loop(self._store.find_file, file_id, owner_of(request))
         if path is None:
-            raise not_found("no such file; files are kept for a limited time", "file_id")
+            raise not_found("no such file; files are stored for a limited time", "file_id")
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix[1:]])
 
     # -- one call ----------------------------------------------------------------------------------------------------
@@ -267,8 +267,10 @@ class _Accounting:
 
 
 def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
-    """Return the images of an edit in the client's order, and the mask. Removes `images` from the
-    fields."""
+    """Return the images of an edit in the client's order, and the mask.
+
+    Removes `images` from the fields.
+    """
     files = dict(body.files)
     sources: list[Any] = [*files.pop("image", [])]
     masks = files.pop("mask", [])

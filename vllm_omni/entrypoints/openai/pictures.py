@@ -47,10 +47,10 @@ def read_start_image(source: Any, height: int, width: int, limits: DoorLimits) -
 
 
 def read_mask(data: bytes, height: int, width: int, limits: DoorLimits) -> np.ndarray:
-    """Return the mask of an edit as uint8 `[H, W]`, 255 where the upload is transparent (to be
-    edited).
+    """Return the mask of an edit as uint8 `[H, W]`.
 
-    The file must be a PNG or WebP with an alpha channel and the image's size.
+    255 marks transparent pixels of the upload, which are to be edited. The file must be a PNG or
+    WebP with an alpha channel and the image's size.
 
     Raises:
         ApiError: 400.

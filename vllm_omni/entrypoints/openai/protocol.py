@@ -73,8 +73,11 @@ class LoraChoice(BaseModel):
     name: str = Field(
         min_length=1, max_length=256, validation_alias=AliasChoices("name", "lora_name", "adapter", "adapter_name")
     )
+    """Name of the adapter on the server."""
     scale: Number = Field(1.0, ge=-100, le=100, validation_alias=AliasChoices("scale", "lora_scale"))
+    """Strength of the adapter, -100 to 100. Default: 1."""
     int_id: Any = Field(None, validation_alias=AliasChoices("int_id", "lora_int_id"))
+    """Accepted, not used."""
 
 
 def _as_list(value: Any) -> Any:
@@ -147,8 +150,11 @@ class _Request(BaseModel):
 
 class ImageGenerationRequest(_Request):
     n: Integer | None = Field(None, ge=1, le=10)
+    """Number of images, 1 to 10. Default: 1."""
     response_format: Literal["b64_json", "url"] | None = None
+    """Whether to return image data or links to files. Default: `b64_json`."""
     output_format: Format | None = None
+    """File format of the images. Default: png."""
     output_compression: Integer | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp.")
     quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Quality of jpeg and webp if `output_compression` is absent."
@@ -198,72 +204,115 @@ class VideoRequest(_Request):
 
 class Error(BaseModel):
     message: str
+    """Explanation for a human reader."""
     type: str
+    """OpenAI's type of the error."""
     param: str | None = None
+    """Field that is at fault."""
     code: str | None = None
+    """Stable identifier of the error."""
 
 
 class ErrorReply(BaseModel):
     error: Error
+    """The error."""
 
 
 class ImageData(BaseModel):
     b64_json: str | None = None
+    """File as base64."""
     url: str | None = None
+    """Link to the file."""
 
 
 class ImagesReply(BaseModel):
     """Reply of the image routes. `seed` is an extension: image i of the call has `seed + i`."""
 
     created: int
+    """Unix time of the reply in seconds."""
     data: list[ImageData]
+    """The images."""
     background: Literal["opaque"] = "opaque"
+    """Background of the images."""
     output_format: Format
+    """File format of the images."""
     quality: str | None = None
+    """Quality that the client requested."""
     size: str
+    """`WIDTHxHEIGHT` of the images in pixels."""
     seed: int
+    """Seed of the first image."""
 
 
 class JobError(BaseModel):
     code: str
+    """Stable identifier of the error."""
     message: str
+    """Explanation for a human reader."""
 
 
 class Video(BaseModel):
     """A video job. `fps`, `num_frames`, `seed`, `inference_time_s` and `world_poses` are extensions."""
 
     id: str
+    """Id of the job."""
     object: Literal["video"] = "video"
+    """Type of the object."""
     model: str
+    """Name of the model."""
     prompt: str
+    """Prompt."""
     status: Literal["queued", "in_progress", "completed", "failed"]
+    """State of the job."""
     progress: int = Field(ge=0, le=100)
+    """Progress in percent."""
     seconds: str
+    """Length of the video in seconds."""
     size: str
+    """`WIDTHxHEIGHT` in pixels."""
     created_at: int
+    """Unix time of creation in seconds."""
     completed_at: int | None = None
+    """Unix time of the end in seconds."""
     expires_at: int | None = None
+    """Unix time of removal in seconds."""
     remixed_from_video_id: str | None = None
+    """Always None."""
     error: JobError | None = None
+    """Why the job failed."""
     fps: float
+    """Frames per second."""
     num_frames: int
+    """Pixel frames of the video."""
     seed: int
+    """Seed of the noise."""
     inference_time_s: float | None = None
+    """Duration of generation in seconds."""
     world_poses: list[list[float]] | None = None
+    """World pose of each latent frame: x_m, z_m, heading_degrees, pitch_degrees. Default: None, if
+    the pose is unknown or the video is not complete."""
 
 
 class VideoList(BaseModel):
     object: Literal["list"] = "list"
+    """Type of the object."""
     data: list[Video]
+    """Jobs of this page."""
     first_id: str | None
+    """Id of the first job of this page."""
     last_id: str | None
+    """Id of the last job of this page."""
     has_more: bool
+    """Whether another page follows."""
 
 
 class VideoDeleted(BaseModel):
     id: str
+    """Id of the deleted job."""
     object: Literal["video.deleted"] = "video.deleted"
+    """Type of the object."""
     deleted: Literal[True] = True
+    """Always True."""
 
 
 # -- reading -------------------------------------------------------------------------------------------------------

@@ -105,8 +105,10 @@ class MediaStore:
         self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, own, limits), exitpriority=10)
 
     def close(self) -> None:
-        """Release the directory. The last process removes it if it was created for this server.
-        Idempotent."""
+        """Release the directory. Idempotent.
+
+        The last process removes it if it was created for this server.
+        """
         self._finalizer()
 
     # -- records -------------------------------------------------------------------------------------------------

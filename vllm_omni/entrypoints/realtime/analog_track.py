@@ -42,6 +42,7 @@ class AnalogTrack:
     """Axes and wheel of one session."""
 
     space: ActionSpace
+    """Controls of the model."""
     _rates: dict[str, _Rate] = field(default_factory=dict)
     _moved: dict[str, float] = field(default_factory=dict)
     _notches: float = 0.0

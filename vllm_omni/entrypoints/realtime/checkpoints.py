@@ -141,7 +141,9 @@ class Checkpoints:
         trouble = error.code if isinstance(error, DoorError) else type(error).__name__
         if trouble != self._trouble:
             self._trouble = trouble
-            logger.warning("a checkpoint could not be written; sessions go on, those before it stay: %s", error)
+            logger.warning(
+                "a periodic snapshot could not be written; sessions and earlier snapshots are not affected: %s", error
+            )
 
     def _note_pace(self, since_s: float) -> None:
         if since_s > 2 * self._period_s and not self._is_stretched:

@@ -126,8 +126,7 @@ class PlannedChunks(ChunkSource):
         return tuple(sizes)
 
     def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
-        """Return one more than the engine processes at the same time, so that one chunk always
-        waits."""
+        """Return the chunks that the engine processes at once plus one that waits."""
         at_work = facts.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
 

@@ -87,8 +87,7 @@ _DECODER: Final = msgspec.msgpack.Decoder()
 
 
 def _lead_bytes() -> list[tuple[str, int, int]]:
-    """Return (kind, bytes of the length field, payload length or number of entries) of each lead
-    byte."""
+    """Return (kind, bytes of the length field, payload length or entries) of each lead byte."""
     table = [("bad", 0, 0)] * 256
     for byte in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):  # small ints, nil, booleans
         table[byte] = ("scalar", 0, 0)
@@ -272,8 +271,9 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
 
 
 def encode(message: Mapping[str, Any], dialect: Dialect = Dialect.OPENPI) -> bytes:
-    """Return the message as msgpack. Large arrays and byte strings are copied once, without the
-    GIL.
+    """Return the message as msgpack.
+
+    Large arrays and byte strings are copied once, without the GIL.
 
     Args:
         message: JSON types, bytes, memoryviews, C-contiguous NumPy arrays, and maps and lists of

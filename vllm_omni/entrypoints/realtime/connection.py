@@ -103,11 +103,10 @@ class Connection:
         return self._ahead.popleft() if self._ahead else await self._receive(busy)
 
     async def read_ahead(self) -> None:
-        """Buffer messages for `receive` until cancelled, to notice a disconnect while a request
-        waits.
+        """Buffer messages for `receive`, to notice a disconnect while a request waits.
 
-        Stops reading after `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES` bytes; the rest stays in
-        the peer's buffers. Raises like `receive`.
+        Runs until cancelled. Stops reading after `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES`
+        bytes; the rest stays in the peer's buffers. Raises like `receive`.
         """
         num_bytes = 0
         while len(self._ahead) < _AHEAD_MESSAGES and num_bytes < _AHEAD_BYTES:
@@ -266,8 +265,7 @@ class Connection:
             self.cut()
 
     def cut_soon(self) -> None:
-        """Drop the TCP connection after a short delay, in which a slow peer may receive the last
-        messages."""
+        """Drop the TCP connection after a short delay, for a slow peer's last messages."""
         if (transport := self._transport()) is not None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
 
@@ -298,8 +296,7 @@ def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
 
 
 def principal_of(connection: HTTPConnection) -> str:
-    """Return a digest of the request's bearer token. vLLM's middleware has already checked the
-    token."""
+    """Return a digest of the request's bearer token, which vLLM's middleware has checked."""
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token:
         return ANONYMOUS

@@ -34,7 +34,10 @@ class TooManyEvents(Exception):
 
 
 class Script(msgspec.Struct, frozen=True):
+    """A timeline of controls."""
+
     entries: tuple[ActionFrame, ...]
+    """Controls of each latent frame."""
 
 
 class Transition(msgspec.Struct, frozen=True):
@@ -52,14 +55,21 @@ class States(msgspec.Struct, frozen=True):
     """Transitions in chronological order."""
 
     transitions: tuple[Transition, ...]
+    """Transitions, oldest first."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
+    """A new prompt."""
+
     text: str
+    """The prompt."""
 
 
 class Adapters(msgspec.Struct, frozen=True):
+    """New LoRA adapters."""
+
     choices: tuple[Lora, ...]
+    """The adapters; () for none."""
 
 
 Update = Script | States | Prompt | Adapters
@@ -165,8 +175,10 @@ class ControlTrack:
         return {event.order for event in [*events, *self._analog.waiting, *slots]}
 
     def _push(self, transitions: tuple[Transition, ...], event: Event) -> list[Event]:
-        """Append transitions. Only the newest buttons and the newest non-empty buttons are
-        retained."""
+        """Append transitions.
+
+        Only the newest buttons and the newest non-empty buttons are retained.
+        """
         replaced = [old for _, old in self._transitions]
         for transition in transitions:
             if transition.buttons is not None:

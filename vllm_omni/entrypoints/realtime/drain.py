@@ -106,11 +106,10 @@ class SessionDrain(Generic[S]):
                 logger.warning("a session could not be saved: %s", error)
 
     async def run(self, manager: SessionTable[S]) -> None:
-        """Drain: refuse new work, finish and save what has started, and wait for connections to
-        close.
+        """Drain: refuse new work, then finish and save what has started.
 
-        Clients that receive `draining` are closed with 1013 by their own tasks. Otherwise the
-        server's shutdown would close them with 1012.
+        Returns when all connections are closed. Clients that receive `draining` are closed with
+        1013 by their own tasks. Otherwise the server's shutdown would close them with 1012.
         """
         self.is_draining = True
         self._begun.set()

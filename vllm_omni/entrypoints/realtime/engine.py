@@ -38,10 +38,10 @@ class ChunkResult(msgspec.Struct, frozen=True):
 
     @property
     def world_pose_fields(self) -> dict[str, Any]:
-        """The field `world_poses` of replies: [x_m, z_m, heading_degrees, pitch_degrees] per latent
-        frame.
+        """The field `world_poses` of replies, with one pose per latent frame.
 
-        Empty if the camera's pose in the world is unknown.
+        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. Empty if the camera's pose in the
+        world is unknown.
         """
         poses = self.meta.get(WORLD_POSES)
         return {} if poses is None else {WORLD_POSES: poses}

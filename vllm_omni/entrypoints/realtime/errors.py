@@ -29,8 +29,10 @@ RETRYABLE: Final = frozenset(
 
 
 class Close(IntEnum):
-    """WebSocket close codes (RFC 6455, section 7.4). Codes from 4000 on are specific to this
-    package."""
+    """WebSocket close codes (RFC 6455, section 7.4).
+
+    Codes from 4000 on are specific to this package.
+    """
 
     NORMAL = 1000
     UNSUPPORTED_DATA = 1003

@@ -142,8 +142,7 @@ class _Client(LiveClient):
         return decoded.value
 
     async def _begin(self, value: Any) -> None:
-        """Start the session of an `init` message. After an invalid one, the client may send
-        another."""
+        """Start the session of an `init` message. After an error the client may send another."""
         init = protocol.parse_init(value, self.limits, self.facts.actions)
         lora = self.manager.with_adapter(init.model, init.lora)
         init = msgspec.structs.replace(init, seed=chosen_seed(init.seed), lora=lora)
@@ -336,8 +335,7 @@ class _Client(LiveClient):
                 await self._restart(extra)
 
     async def _restart(self, control: protocol.Control) -> None:
-        """Restart the session with the same `init`. Controls are cleared, and the first prompt
-        applies."""
+        """Restart with the same `init`. Controls are cleared, and the first prompt applies."""
         assert self._init is not None
         await self.stop()
         self._track = ControlTrack(self.facts.actions)

@@ -153,8 +153,7 @@ class FrameBatcher:
     def _payload(
         self, frames_THWC: np.ndarray, reference_HWC: np.ndarray | None
     ) -> tuple[bytes | memoryview, dict[str, Any]]:
-        """Return one message's frames and the header fields that describe them. Raw frames are not
-        copied."""
+        """Return one message's frames and their header fields. Raw frames are not copied."""
         _, height, width, channels = frames_THWC.shape
         fields: dict[str, Any] = {
             "format": "rgb24",

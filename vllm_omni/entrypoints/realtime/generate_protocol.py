@@ -65,7 +65,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     """Extension: later prompts, each with its second or chunk. Prompt events may come between them.
     """
     model: str | None = None
-    """Name of the model. Default: not checked."""
+    """Accepted and ignored."""
     first_frame: Any = None
     """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
     size: str | None = None

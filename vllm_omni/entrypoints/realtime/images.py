@@ -24,11 +24,10 @@ _ALLOWED: Final = "send PNG, JPEG, WebP or GIF bytes, a data: URL of one, or a u
 
 
 def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.ndarray:
-    """Return an image as a new uint8 RGB array `[height, width, 3]`, stretched to that size
-    (bicubic).
+    """Return an image as a new uint8 RGB array `[height, width, 3]`.
 
-    Takes about 10 ms, so call it on a thread. The image is stretched and not cropped, because
-    intrinsics are scaled by width and height.
+    Takes about 10 ms, so call it on a thread. The image is stretched to the size (bicubic) and not
+    cropped, because intrinsics are scaled by width and height.
 
     Args:
         source: File as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`.

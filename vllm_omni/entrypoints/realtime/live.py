@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ConnectionHandler`: one connection of a realtime endpoint. `LiveClient`: a connection with one
-steered stream.
+"""Handlers of realtime connections: `ConnectionHandler`, and `LiveClient` for one steered stream.
 
 The connection's own task receives messages, so that a disconnect is noticed at once. A second task
 delivers chunks. When either task ends, the other is cancelled. On disconnect, the chunk in flight

@@ -47,8 +47,7 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorldScalars(msgspec.Struct, frozen=True):
-    """Scalars that every snapshot of a world model contains. Other scalars are specific to the
-    model."""
+    """Scalars in every snapshot of a world model. Others are specific to the model."""
 
     prompt: str
     """Current prompt."""

@@ -56,7 +56,10 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     negative_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
     """Passed to the model. Default: the model's."""
     video_format: str | None = None
-    """Encoding of the frames, one of `CODECS`. Default: `mp4`."""
+    """Encoding of the frames, one of `CODECS`.
+
+    Default: `mp4`, but `ndarray_f32` for clients of the protocol's first version.
+    """
     with_mp4: bool = False
     """Add an MP4 file of the frames to each reply, in `mp4`. Default: False."""
     mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
@@ -64,7 +67,10 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     """JPEG quality, 1 to 100. Default: 90."""
     pose_policy: PosePolicy | None = None
-    """Handling of poses that do not fill whole chunks. Default: `error`."""
+    """Handling of poses that do not fill whole chunks.
+
+    Default: `error`, but `trim` for clients of the protocol's first version.
+    """
     start_pose: StartPose | None = None
     """Pose of the start image in the world. Default: the world's own start images are recognized.
     """

@@ -143,8 +143,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _ending_on_failure(self, path: Path, whole_bytes: int) -> Iterator[None]:
-        """On a write error, truncate the recording to its last complete record, or remove an empty
-        one."""
+        """On a write error, keep only the complete records, or remove an empty recording."""
         try:
             yield
         except OSError:

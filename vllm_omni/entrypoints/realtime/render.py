@@ -109,8 +109,10 @@ class FrameRenderer:
 
 
 def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
-    """Return the times in milliseconds. `queue_ms` is the time in the engine's queue and in
-    transit."""
+    """Return the times in milliseconds.
+
+    `queue_ms` is the time in the engine's queue and in transit.
+    """
     stages: dict[str, list[float]] = chunk.result.meta.get("timings_ms", {})
     spent_ms = {name: sum(times) for name, times in stages.items()}
     names = {"encode": "encode_ms", "steps": "denoise_ms", "decode": "decode_ms"}

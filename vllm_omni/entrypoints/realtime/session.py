@@ -187,12 +187,11 @@ class Session:
         self._manager.forget_if_empty(self)
 
     async def _generate(self, run: Run) -> None:
-        """Generate a run's chunks, up to `chunks_in_flight` at a time, and render the results in
-        order.
+        """Generate the chunks of a run and render the results in order.
 
-        A live run has as few chunks in flight as keep the engine busy, so that controls are sampled
-        as late as possible. The next chunk is requested before the current one is rendered and
-        sent.
+        Up to `chunks_in_flight` chunks are in the engine. A live run has as few as keep the engine
+        busy, so that controls are sampled as late as possible. The next chunk is requested before
+        the current one is rendered and sent.
         """
         limits, facts, drain = self._manager.limits, self._manager.facts, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
@@ -264,8 +263,7 @@ class Session:
             drain.check(next_chunk_index=self.next_chunk)
 
     async def _begin(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        """Prepare a run before its first chunk: check its position, plan it and load the start
-        image.
+        """Prepare a run: check its position, plan its chunks and load the start image.
 
         Returns:
             `(image, warnings)`. The image is None unless the session starts here.

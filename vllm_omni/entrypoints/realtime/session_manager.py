@@ -233,8 +233,10 @@ class SessionManager:
             logger.warning("the engine did not close a session: %s", error)
 
     async def worlds_closed(self) -> None:
-        """Wait until the engine has freed all closed sessions, because a new one may need their
-        memory."""
+        """Wait until the engine has freed all closed sessions.
+
+        A new session may need their memory.
+        """
         if self._closing:
             await asyncio.wait(set(self._closing))
 

@@ -36,6 +36,7 @@ Coordinate = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 
 class ImageReference(msgspec.Struct, frozen=True):
     image_url: str
+    """A `data:` URL."""
 
 
 class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +66,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     """First prompt."""
     model: str | None = None
-    """Name of the model. Default: not checked."""
+    """Name of the served model. Another name is refused. Default: not checked."""
     format: str = FORMAT
     """Container format. Only `m4s` is supported."""
     width: Pixels | None = None

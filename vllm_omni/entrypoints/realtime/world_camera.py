@@ -84,8 +84,7 @@ class _Client(ConnectionHandler):
         await self._send(protocol.error_message(error))
 
     async def stop(self) -> None:
-        """Cancel this client's runs. Its sessions stay until they time out, so that it can
-        reconnect."""
+        """Cancel this client's runs. Its sessions stay, so that it can reconnect."""
         requests = list(self._requests)
         for task in requests:
             task.cancel()
@@ -103,8 +102,7 @@ class _Client(ConnectionHandler):
     # -- messages in ---------------------------------------------------------------------------------------------
 
     async def take(self, data: bytes | str) -> None:
-        """Decode one message and start its work. An invalid message is refused without other
-        effects."""
+        """Decode one message and start its work. An invalid message is only refused."""
         request_id: str | None = None
         try:
             if isinstance(data, str):

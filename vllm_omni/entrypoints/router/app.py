@@ -145,7 +145,7 @@ class Router:
                 continue
             except aiohttp.ClientError as error:
                 logger.warning("%s %.200r failed on %s: %s", request.method, request.path, backend.name, error)
-                return _unavailable("the server that worked on this request is gone; send it again", 502)
+                return _unavailable("the server of this request has failed; send the request again", 502)
             if response is not None:
                 return response
         if asks_all and self.backends.up:

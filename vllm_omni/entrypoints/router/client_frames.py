@@ -77,8 +77,10 @@ class FrameHeaders:
         """Remaining payload bytes of the current frame."""
 
     def count_small(self, data: bytes) -> int:
-        """Return the number of frames below `SMALL_BYTES` that start here. A header counts when
-        complete."""
+        """Return the number of frames below `SMALL_BYTES` that start here.
+
+        A header counts when it is complete.
+        """
         data, self._header = self._header + data, b""
         at, count = self._payload_bytes, 0
         while at < len(data):

@@ -19,6 +19,7 @@ Seed = Annotated[int, Field(ge=RANDOM_SEED, le=MAX_SEED)]
 
 class VoiceId(BaseModel):
     id: str
+    """Name of the voice."""
 
 
 class AudioParams(BaseModel):
@@ -27,7 +28,9 @@ class AudioParams(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     voice: str | VoiceId | None = None
+    """Voice of the reply. Default: the model's."""
     format: AudioFormat = "wav"
+    """Format of the audio. Default: wav."""
 
     @property
     def voice_name(self) -> str | None:
@@ -43,13 +46,21 @@ class SpeechRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
+    """Name of the model. Default: not checked."""
     input: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+    """Text to speak."""
     voice: str | VoiceId | None = None
+    """Voice. Default: the model's."""
     response_format: AudioFormat = "mp3"
+    """Format of the audio. Default: mp3."""
     stream_format: Literal["audio", "sse"] = "audio"
+    """`audio` for the bytes of a file, `sse` for server-sent events. Default: `audio`."""
     instructions: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    """Style of the speech."""
     speed: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
+    """Only 1.0 is supported."""
     seed: Seed | None = None
+    """Extension: seed of the sampling; -1 draws one. Default: none."""
 
     @property
     def voice_name(self) -> str | None:
