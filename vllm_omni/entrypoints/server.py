@@ -127,12 +127,12 @@ class Endpoint(Protocol):
     """One row of `ENDPOINTS`."""
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
-        ...
         """Add the routes while vLLM builds the application.
 
         Returns:
             Paths that clients may request without an API key.
         """
+        ...
 
     async def start(self, server: ServerContext) -> None:
         """Prepare for requests. Called once, after engine startup and before the server listens."""
