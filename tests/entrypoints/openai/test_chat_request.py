@@ -85,7 +85,7 @@ def test_what_these_models_cannot_do_names_the_field(fields: dict[str, Any], par
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([said("user", PICTURE, "a"), said("user", PICTURE, "b")], "2 pictures and clips"),
+        ([said("user", PICTURE, "a"), said("user", PICTURE, "b")], "2 images and clips"),
         ([USER, {"role": "assistant", "content": "hi"}], "last message must be a user"),
         ([said("system", "a")], "last message must be a user"),
         ([USER, said("system", "a"), USER], "system messages come before"),
