@@ -71,6 +71,11 @@ class RankParts:
     shares_decode: bool
     overlap: bool
 
+    @property
+    def most_batched(self) -> int:
+        """Most requests of one forward pass."""
+        return 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
+
     @classmethod
     def of(
         cls,
