@@ -33,6 +33,7 @@ from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.store import store_for
 from vllm_omni.model_executor.requests import RequestState, RequestStates
+from vllm_omni.model_executor.vllm_model import driven_model
 from vllm_omni.model_executor.whole_request import in_steps
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
@@ -67,7 +68,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.offloader = offloader_for(self.vllm_config, self.device, self.place)
         set_offloader(self.offloader)  # also None: another engine of this process may have had one
         loader = get_model_loader(self.load_config)
-        self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        self.pipeline = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        self.network = driven_model(self.pipeline)
         self.adapters = store_for(self.network, self.vllm_config.lora_config, self.device)
         weights = sum(p.numel() * p.element_size() for p in self.network.parameters())
         if self.offloader is not None:
@@ -103,7 +105,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self.model_config.model = weights_path
             initialize_layerwise_reload(quantized)
             try:
-                get_model_loader(self.load_config).load_weights(self.network, self.model_config)
+                get_model_loader(self.load_config).load_weights(self.pipeline, self.model_config)
             finally:  # also gives layers that got nothing their old weights back
                 finalize_layerwise_reload(quantized, self.model_config)
                 if self.offloader is not None:

@@ -109,6 +109,16 @@ class ChunkTransformer(WanTransformer[Config]):
     def _add_layers(self) -> None:
         """Make a family's layers beside the blocks."""
 
+    def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
+        """Return the arguments of this rank's `KVWindow`s except their frames and storage."""
+        return {
+            "num_layers": self.num_local_layers,
+            "tokens_per_frame": tokens_per_frame,
+            "num_heads": self.num_cache_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.dtype,
+        }
+
     def forget(self) -> None:
         super().forget()
         self._times.clear()

@@ -176,12 +176,6 @@ class BandAttention(WanAttentionBlock):
         return x + self.proj(seen).view(batch, time, channels, rows, width).transpose(1, 2)
 
 
-def whole_frames(frames_THWC: torch.Tensor, bands: RowBands | None) -> dict[str, torch.Tensor]:
-    """A decode's result tensors; in bands, empty on all ranks but the first."""
-    whole = frames_THWC if bands is None else bands.join_frames(frames_THWC)
-    return {} if whole is None else {"frames": whole}
-
-
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
     """Let a `WanDecoder3d` decode bands: replace, in place, every layer that looks beyond its own row.
 

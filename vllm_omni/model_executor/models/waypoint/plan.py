@@ -100,9 +100,9 @@ def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencode
         latent, image = torch.empty(channels, 1, *cells), torch.empty(*config.codec_size, 3, dtype=torch.uint8)
     with torch.no_grad():
         with FlopCounterMode(display=False) as first:
-            _, memory = made.decode_frames(latent, config.codec_size, None)
+            _, memory = made.decode_latent(latent, config.codec_size, None)
         with FlopCounterMode(display=False) as later:
-            made.decode_frames(latent, config.codec_size, memory)
+            made.decode_latent(latent, config.codec_size, memory)
         with FlopCounterMode(display=False) as encoded:
             made.encode_image(image)
     return Autoencoder(
