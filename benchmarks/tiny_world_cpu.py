@@ -50,7 +50,7 @@ KEYS = [["w"], ["w", "l"], ["w"]]
 
 
 def write_world(out: Path) -> None:
-    from vllm_omni.model_executor.models.wan.components import VAEConfig
+    from vllm_omni.model_executor.models.wan.architecture import VAEConfig
     from vllm_omni.testing.tiny.lingbot_world import write_random_world
 
     write_random_world(out, 0, SIZES, VAEConfig(base_dim=VAE_WIDTH), TINY_VAE_CHANNELS)

@@ -17,7 +17,7 @@ import torch
 
 from vllm_omni.inputs import DiffusionParams, Output, Text
 from vllm_omni.model_executor.interfaces import SessionState
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars

@@ -16,11 +16,10 @@ import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsBatchedDecode, SupportsStepExecution
 from vllm_omni.model_executor.lora.store import NoAdapters
-from vllm_omni.model_executor.requests import RequestState, as_failure
+from vllm_omni.model_executor.requests import RequestState, as_failure, group_states
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import empty_result, pack, pack_error
 from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.batches import group_states
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 
 logger = logging.getLogger("vllm." + __name__)
@@ -178,7 +177,8 @@ class ChunkEnd:
                 outputs[state.request_id] = state.pending.envelope()
         except Exception as error:
             state.failure = as_failure(error, state.request_id)
-        self._agreement.agree(state)
+        if self._agreement.several:
+            self._agreement.agree(state)
         if state.failure is not None:
             outputs.pop(state.request_id, None)
             return

@@ -11,7 +11,7 @@ Held by tests/worker/test_in_flight.py and tests/engine/test_chunks_in_flight.py
 
 from collections.abc import Sequence
 
-from vllm_omni.core.chunk_order import DONE, ChunkOrder, turn
+from vllm_omni.core.step_protocol import DONE, ChunkOrder, turn
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed

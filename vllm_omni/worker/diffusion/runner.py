@@ -11,6 +11,7 @@ Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clea
 - with several ranks, every decision before a collective is the same on all of them.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.core.step_output import ChunkProgress, StepOutput
+from vllm_omni.core.step_protocol import ChunkProgress, StepOutput
 from vllm_omni.model_executor.interfaces import DiffusionRequest, KeepsMemory, SupportsStepExecution
 from vllm_omni.model_executor.layers.linear import check_reloadable, quantized_layers
 from vllm_omni.model_executor.layers.offload import offloader_for
@@ -56,7 +57,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.place = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage)
         self.agreement = RankAgreement(self.tp, get_world_group())
         self.requests = RequestStates()
-        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
+        clock = time.monotonic if get_world_group().world_size == 1 else self.agreement.clock
+        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=clock)
         self.partition = self.omni.partition
         """Layers of each stage since they were last moved, or as loaded; () = as even as possible."""
 

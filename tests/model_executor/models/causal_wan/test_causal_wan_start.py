@@ -20,7 +20,7 @@ from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, Strea
 from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder, DecoderState
-from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.taehv import REACH
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE

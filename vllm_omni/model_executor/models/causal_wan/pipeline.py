@@ -49,8 +49,7 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
 from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkRow
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.vae import CacheLayout
-from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.schedules import every_second_step
+from vllm_omni.model_executor.schedules import ChunkNoise, every_second_step
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint

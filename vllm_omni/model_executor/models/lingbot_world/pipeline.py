@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.lora.target import AdapterTarget
@@ -48,7 +48,7 @@ from vllm_omni.model_executor.models.wan.image_condition import (
 )
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.session import SessionShape, Windows
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint

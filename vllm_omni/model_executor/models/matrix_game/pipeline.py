@@ -53,7 +53,7 @@ from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.pictures import cut_image
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.vae import Rounding
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_action_rows, read_played

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
+from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig, VAEConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.fused_decoder import fused_decoder
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts

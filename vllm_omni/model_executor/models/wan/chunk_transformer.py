@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from vllm_omni.model_executor.layers.attention import stack
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
-from vllm_omni.model_executor.layers.head_exchange import KVView
+from vllm_omni.model_executor.layers.kv_cache import KVView
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.lora.active import addresses_key, weights_key
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import Head, embed_time, unpatchify

@@ -24,9 +24,9 @@ import torch
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.host_copies import Arriving
+from vllm_omni.model_executor.device_async import Arriving
 from vllm_omni.model_executor.interfaces import Inputs
-from vllm_omni.model_executor.models.wan.components import LaterCondition
+from vllm_omni.model_executor.models.wan.architecture import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.model_executor.streaming.session import SessionScalars, StreamingSession, Window

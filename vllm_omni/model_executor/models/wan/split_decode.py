@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from vllm_omni.model_executor.layers.forward_graphs import between_graphs, kept_buffer, kept_copy
 from vllm_omni.model_executor.layers.parallel import ParallelContext, split_evenly
-from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
+from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 from vllm_omni.outputs import RequestFailed, empty_result
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

@@ -27,12 +27,11 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from vllm_omni.model_executor.models.wan.components import VAEConfig
-from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
 from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fused_encoder
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
-from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
+from vllm_omni.model_executor.models.wan.vae_layers import cached_convolution, stream_upsamplers, use_cpu_layers
 from vllm_omni.outputs import empty_result
 from vllm_omni.saved_tensors import CHANNELS_LAST, SavedTensors
 

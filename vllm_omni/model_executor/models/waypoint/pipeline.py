@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.text_encoder import text_encoder_of
@@ -42,8 +42,7 @@ from vllm_omni.model_executor.models.waypoint.config import (
 )
 from vllm_omni.model_executor.models.waypoint.state import Chunk, FrameRings, WaypointSession
 from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
-from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.schedules import EulerSchedule
+from vllm_omni.model_executor.schedules import ChunkNoise, EulerSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_latent_rows, read_played

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig

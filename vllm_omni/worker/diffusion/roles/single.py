@@ -21,11 +21,10 @@ from typing import ClassVar
 import torch
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.core.chunk_order import turn
+from vllm_omni.core.step_protocol import turn
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.requests import RequestState, as_failure
+from vllm_omni.model_executor.requests import RequestState, as_failure, group_states
 from vllm_omni.model_executor.results import FiniteCheck
-from vllm_omni.worker.diffusion.batches import group_states
 from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.roles.role import Envelopes, Role, delivering, envelopes
 
@@ -66,8 +65,10 @@ class Single(Role):
         for state in states:
             if state.failure is None and state.chunk is None and state not in waiting:
                 self.admission.admit(state, outputs)
-        alive = self.agreement.alive(chunks, waiting, None)
-        self.parts.texts.complete(first_steps(alive), {})
+        alive = [state for state in chunks if state.failure is None and state not in waiting]
+        if self.agreement.several:  # ranks that share the layers run the same requests; one of them encodes text
+            alive = self.agreement.alive(chunks, waiting, None)
+            self.parts.texts.complete(first_steps(alive), {})
         for batch in group_states(self.model, alive, self.parts.most_batched):
             self.forward(batch)
             self.end_batch(batch, outputs)

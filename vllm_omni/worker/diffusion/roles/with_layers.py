@@ -15,8 +15,7 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
-from vllm_omni.model_executor.requests import RequestState
-from vllm_omni.worker.diffusion.batches import group_states
+from vllm_omni.model_executor.requests import RequestState, group_states
 from vllm_omni.worker.diffusion.link import HIDDEN, unpack
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts
 from vllm_omni.worker.diffusion.roles.single import Single, first_steps
