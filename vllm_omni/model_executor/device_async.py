@@ -77,14 +77,11 @@ class StageTimer:
     def milliseconds_so_far(self) -> dict[str, list[float]]:
         """The same of the stages that have ended on the device too; waits for nothing."""
         ended = [(name, start.elapsed_time(end)) for name, start, end in self._events if end.query()]
-        return self._sorted(self._host_ms + ended)
+        stages: dict[str, list[float]] = {}
+        for name, milliseconds in self._host_ms + ended:
+            stages.setdefault(name, []).append(round(milliseconds, 3))
+        return stages
 
     def add(self, stages: Mapping[str, Sequence[float]]) -> None:
         """Take over the times of another rank."""
         self._host_ms = [(name, value) for name, values in stages.items() for value in values] + self._host_ms
-
-    def _sorted(self, spans: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
-        stages: dict[str, list[float]] = {}
-        for name, milliseconds in spans:
-            stages.setdefault(name, []).append(round(milliseconds, 3))
-        return stages

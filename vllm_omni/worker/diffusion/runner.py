@@ -136,20 +136,20 @@ class DiffusionGPUModelRunner(RunnerSurface):
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
         states = [self.requests[request_id] for request_id in scheduled]
-        self.chunk_end.begin_step()
+        self.role.chunk_end.begin_step()
         result = self.role.step(states, intermediate_tensors)
         if isinstance(result, IntermediateTensors):
             return result
         return self._output(states, result)
 
     def _output(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> StepOutput:
-        pacer = self.role.pacer
+        pacer, chunk_end = self.role.pacer, self.role.chunk_end
         return StepOutput(
             req_ids=[state.request_id for state in states],
             req_id_to_index={state.request_id: index for index, state in enumerate(states)},
             pooler_output=[outputs.get(state.request_id) for state in states],
-            denoised=tuple(self.chunk_end.denoised),
-            committed=tuple(self.chunk_end.committed),
+            denoised=tuple(chunk_end.denoised),
+            committed=tuple(chunk_end.committed),
             steps_behind=self.parts.in_flight.order.steps_behind,
             progress={
                 state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
