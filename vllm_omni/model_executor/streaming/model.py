@@ -214,9 +214,10 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def denoise_step(
         self, batch: Sequence[DiffusionRequest[Session, Chunk]], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
+        rows: list[object] = []
         for request in batch:
             self.begin_step(request)
-        rows = [row for request in batch for row in self.rows(request)]
+            rows += self.rows(request)
         kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
         prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
         return prediction

@@ -120,17 +120,19 @@ class ChunkEnd:
         To be called behind the step that made them final, while the device is at it. On the steps' own CUDA stream the
         device then decodes first, while the host launches the clean pass, and takes that while the host delivers.
         """
-        early = [state for state in states if self._decodes and self._is_decoded_early(state)]
+        if not self._decodes:
+            return
+        early = []
+        for state in states:
+            request = state.chunk
+            assert request is not None
+            is_final = request.clean_passes and request.step == request.num_steps - request.clean_passes
+            if is_final and self._in_flight.is_next(request):
+                early.append(state)
         self.decode_together(early)
         for state in early:
             if state.pending is None:
                 self.decode(state)
-
-    def _is_decoded_early(self, state: RequestState) -> bool:
-        request = state.chunk
-        assert request is not None
-        first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
-        return bool(first_clean) and self._in_flight.is_next(request)
 
     def decode_together(self, states: Sequence[RequestState]) -> None:
         """Launch the decodes that chunks of one forward can share; `finish` decodes the others, each alone.

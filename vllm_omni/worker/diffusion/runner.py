@@ -28,7 +28,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_protocol import ChunkProgress, StepOutput
-from vllm_omni.model_executor.interfaces import DiffusionRequest, KeepsMemory, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import KeepsMemory, SupportsStepExecution
 from vllm_omni.model_executor.layers.linear import check_reloadable, quantized_layers
 from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -144,22 +144,24 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     def _output(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> StepOutput:
         pacer, chunk_end = self.role.pacer, self.role.chunk_end
+        request_ids = [state.request_id for state in states]
+        progress: dict[str, ChunkProgress] = {}
+        for state in states:
+            chunk = state.chunk
+            if chunk is not None and not state.done:
+                size = self.model.latents(chunk).numel() if chunk.step else 1
+                progress[state.request_id] = ChunkProgress(chunk.step, chunk.num_steps, size)
         return StepOutput(
-            req_ids=[state.request_id for state in states],
-            req_id_to_index={state.request_id: index for index, state in enumerate(states)},
-            pooler_output=[outputs.get(state.request_id) for state in states],
+            req_ids=request_ids,
+            req_id_to_index=dict(zip(request_ids, range(len(states)), strict=True)),
+            pooler_output=list(map(outputs.get, request_ids)),
             denoised=tuple(chunk_end.denoised),
             committed=tuple(chunk_end.committed),
             steps_behind=self.parts.in_flight.order.steps_behind,
-            progress={
-                state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
-            },
+            progress=progress,
             before_s=pacer.before_s,
             unfinished=pacer.unfinished,
         )
-
-    def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
-        return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
 
     # -- between steps, called by the worker -------------------------------------------------------------------
 

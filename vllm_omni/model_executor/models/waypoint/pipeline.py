@@ -163,9 +163,10 @@ class Waypoint(StreamingModel[WaypointSession, Chunk]):
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        rows: list[FrameRow] = []
         for request in batch:
             self.begin_step(request)
-        rows = [row for request in batch for row in self.rows(request)]
+            rows += self.rows(request)
         prediction: torch.Tensor = self.transformer(rows, hidden)
         return prediction.unsqueeze(2) if self.parallel.last_stage else prediction
 
