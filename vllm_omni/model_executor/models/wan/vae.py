@@ -122,7 +122,7 @@ class StreamingWanVAE(nn.Module):
     None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
     bands: this rank decodes its band of rows only, together with the other ranks (`split_decode`); None = all rows.
     fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None for the plain one. fuse_encoder: likewise.
-    Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`cpu_layers`).
+    Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`vae_layers`).
     """
 
     latents_mean: torch.Tensor
