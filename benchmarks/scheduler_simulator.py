@@ -17,7 +17,7 @@ from typing import Literal
 from vllm_omni.core.sched.cost_model import StepCostModel
 from vllm_omni.core.sched.policy import LiveRequest, StepCosts, choose_batch
 from vllm_omni.core.sched.streams import RequestFields, Streams
-from vllm_omni.core.step_output import ChunkProgress
+from vllm_omni.core.step_protocol import ChunkProgress
 
 Policy = Literal["fifo", "deadline"]
 _LEAD_CHUNKS = 2

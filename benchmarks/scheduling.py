@@ -131,7 +131,7 @@ def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -
     from vllm.v1.request import Request
 
     from vllm_omni.core.sched import stream_batch_scheduler
-    from vllm_omni.core.step_output import ChunkProgress, StepOutput
+    from vllm_omni.core.step_protocol import ChunkProgress, StepOutput
     from vllm_omni.inputs import DiffusionParams
 
     scheduler = make_scheduler(model, {**omni, "max_sessions": streams})

@@ -50,7 +50,7 @@ KEYS = [["w"], ["w", "l"], ["w"]]
 
 
 def write_world(out: Path) -> None:
-    from vllm_omni.model_executor.models.wan.components import VAEConfig
+    from vllm_omni.model_executor.models.wan.architecture import VAEConfig
     from vllm_omni.testing.tiny.lingbot_world import write_random_world
 
     write_random_world(out, 0, SIZES, VAEConfig(base_dim=VAE_WIDTH), TINY_VAE_CHANNELS)
@@ -96,8 +96,7 @@ def in_process(model: Path, size: tuple[int, int], options: dict[str, Any], chun
     from vllm_omni.model_executor.interfaces import DiffusionRequest
     from vllm_omni.model_executor.layers.parallel import ParallelContext
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
-    from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-    from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
+    from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 
     width, height = size
     layout = find_layout(model)

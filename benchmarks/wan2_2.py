@@ -78,7 +78,7 @@ def write_checkpoint(root: Path, size: str) -> None:
 
     There is no `text_encoder/`: its sizes are umt5-xxl's then, 5.7 billion parameters.
     """
-    from vllm_omni.model_executor.models.wan.components import VAEConfig
+    from vllm_omni.model_executor.models.wan.architecture import VAEConfig
     from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
     transformer = {"_class_name": "WanTransformer3DModel", **TRANSFORMERS[size]}

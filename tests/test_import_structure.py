@@ -116,4 +116,4 @@ def test_only_roles_move_a_chunk_on() -> None:
     """`DiffusionRequest.step` is written by what a rank does in an engine step, not by models."""
     writes = re.compile(r"\b(?:request|chunk)\.step(?:, [\w.]+)* [+-]?= ")
     places = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if writes.search(path.read_text())}
-    assert places == {f"worker/diffusion/roles/{name}.py" for name in ("with_layers", "temporal", "vae")}
+    assert places == {f"worker/diffusion/roles/{name}.py" for name in ("single", "with_layers", "temporal", "vae")}

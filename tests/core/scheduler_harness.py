@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_omni.core.sched import StreamBatchScheduler
-from vllm_omni.core.step_output import ChunkProgress, StepOutput
+from vllm_omni.core.step_protocol import ChunkProgress, StepOutput
 from vllm_omni.inputs import DiffusionParams
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_omni.core.sched.streams import RequestFields, Streams
-from vllm_omni.core.step_output import ChunkProgress
+from vllm_omni.core.step_protocol import ChunkProgress
 
 STEPS = 4
 

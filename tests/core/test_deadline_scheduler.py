@@ -11,7 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_omni.core.sched.policy import StepCosts
-from vllm_omni.core.scheduler_note import SchedulerNote
+from vllm_omni.core.step_protocol import SchedulerNote
 
 
 def harness(model: Path, costs: StepCosts = StepCosts(size_s=0.2), **omni: Any) -> Harness:  # noqa: B008 (frozen)

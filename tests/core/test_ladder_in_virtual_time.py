@@ -16,8 +16,7 @@ import pytest
 import torch
 from scheduler_harness import Harness
 
-from vllm_omni.core.scheduler_note import SchedulerNote
-from vllm_omni.core.step_output import ChunkProgress, StepOutput
+from vllm_omni.core.step_protocol import ChunkProgress, SchedulerNote, StepOutput
 from vllm_omni.entrypoints.realtime.play_clock import PlayClock
 
 STEPS, STEP_S, LAUNCH_S = 5, 0.0475, 0.03

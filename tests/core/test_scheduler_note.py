@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm import PoolingParams
 
-from vllm_omni.core.scheduler_note import SchedulerNote, without_note
+from vllm_omni.core.step_protocol import SchedulerNote, without_note
 
 
 def params(extra: dict[str, Any] | None) -> PoolingParams:

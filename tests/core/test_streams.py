@@ -7,7 +7,7 @@ import pytest
 
 from vllm_omni.core.sched.policy import LiveRequest, StepCosts
 from vllm_omni.core.sched.streams import RequestFields, Stream, Streams
-from vllm_omni.core.step_output import ChunkProgress
+from vllm_omni.core.step_protocol import ChunkProgress
 
 COSTS = StepCosts(size_s=0.1)
 

@@ -13,8 +13,8 @@ from helpers.engine_client import EngineClient, running_engine
 from helpers.waits import seconds
 
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_vae

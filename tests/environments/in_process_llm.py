@@ -13,8 +13,7 @@ from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
-from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_omni.model_executor.noise import ChunkNoise, noise_seed, standard_normal
+from vllm_omni.model_executor.schedules import ChunkNoise, noise_seed, standard_normal
 
 
 def test_the_same_key_gives_the_same_bits_in_any_order() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_omni.core.scheduler_note import SchedulerNote
+from vllm_omni.core.step_protocol import SchedulerNote
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.requests import RequestState, RequestStates, as_failure
 from vllm_omni.outputs import RequestFailed

@@ -163,8 +163,8 @@ def test_giving_up_a_chunk_before_its_clean_pass_leaves_its_session_alone(make_r
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_result_waits_for_nothing_that_is_queued_behind_it() -> None:
     """On the steps' own stream: the host has it while the clean pass still runs, whose time it therefore lacks."""
+    from vllm_omni.model_executor.device_async import StageTimer
     from vllm_omni.model_executor.interfaces import DiffusionRequest
-    from vllm_omni.model_executor.stage_timer import StageTimer
     from vllm_omni.outputs import unpack
 
     class Decoder:
@@ -195,6 +195,7 @@ def test_a_shared_decode_begins_only_if_every_rank_is_fine(
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     calls = count(runner, monkeypatch)
+    monkeypatch.setattr(runner.agreement, "several", True)
     monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: False)
     failed = run_to_end(runner, chunk("r", 0, clean_pass=clean_pass))["r"]
     assert isinstance(failed, RequestFailed) and "another tensor-parallel rank" in failed.message

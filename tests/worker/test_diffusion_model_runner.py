@@ -359,6 +359,7 @@ def test_a_chunk_that_failed_on_another_rank_has_no_result(runner: Any, monkeypa
     """Though this rank had packed one: it is not committed, so nobody may see it."""
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")
+    monkeypatch.setattr(runner.agreement, "several", True)
     monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: False)
     failed = run_to_end(runner, chunk("r", "s", 1))["r"]
     assert isinstance(failed, RequestFailed) and "another tensor-parallel rank" in failed.message

@@ -4,20 +4,21 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
+from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.worker.diffusion import pacing
 from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.pacing import StepPacer
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
-from vllm_omni.worker.diffusion.roles.last import LastStage
 from vllm_omni.worker.diffusion.roles.single import Single
-from vllm_omni.worker.diffusion.roles.with_layers import EveryStep
+from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage
 
 STEPS = 5
 
@@ -294,11 +295,11 @@ def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest
 
 @pytest.fixture
 def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Of steps of 60 ms, which are nearly waited for; the runner of the test computes on the CPU beside it."""
+    """Steps of 200 ms, which the last of several stages nearly waits for. The test's runner computes on the CPU."""
     if torch.cuda.is_available():
         pytest.skip("the device is made up")
-    device = Device(60.0, monkeypatch)
-    parts = replace(runner.parts, pacer=StepPacer(torch.device("cuda")))
+    device = Device(200.0, monkeypatch)
+    parts = replace(runner.parts, pacer=StepPacer(torch.device("cuda"), stages=True))
     monkeypatch.setattr(runner, "role", LastStage(parts, EveryStep(runner.model, ends_steps=True)))
     return device
 
@@ -366,18 +367,26 @@ def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkey
             calls.append("launched")
 
     class Alone(BeforeVAE):
-        """Its results are its own, so that they can be seen."""
+        """Its micro-step does nothing: no VAE stage listens."""
 
-        decodes_chunks = True
-        _hand_on = LastStage._hand_on
+        def __init__(self, parts: Any) -> None:
+            super().__init__(parts, EveryStep(parts.model, ends_steps=True))
 
-    parts, steps = replace(runner.parts, pacer=Pacer()), EveryStep(runner.model, ends_steps=True)
-    monkeypatch.setattr(runner, "role", Alone(parts, steps))
-    denoise(runner, chunk("r", 0))
-    assert calls == ["wait", "launched"] * STEPS
-    assert execute(runner, step(running=["r"]))["r"] is not None
-    assert calls == ["wait", "launched"] * STEPS
+        def micro_step(self, states: Any, received: Any, outputs: Any) -> IntermediateTensors:
+            calls.append("step")
+            return IntermediateTensors({})
+
+    parts, computes, done = (
+        replace(runner.parts, pacer=Pacer()),
+        SimpleNamespace(done=False),
+        SimpleNamespace(done=True),
+    )
+    role = Alone(parts)
+    role.step([done, computes], None)  # type: ignore[list-item]
+    assert calls == ["wait", "step", "launched"]
+    role.step([done], None)  # type: ignore[list-item]
+    assert calls == ["wait", "step", "launched", "step"]
     calls.clear()
-    monkeypatch.setattr(runner, "role", Single(parts, steps))
+    monkeypatch.setattr(runner, "role", Single(parts))
     run_to_end(runner, chunk("s", 1))
     assert calls[:2] == ["launched", "wait"]

@@ -16,12 +16,11 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.worker.diffusion.roles import role_for
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
-from vllm_omni.worker.diffusion.roles.last import LastStage
 from vllm_omni.worker.diffusion.roles.layers import LayersStage
 from vllm_omni.worker.diffusion.roles.single import Single, WholeChunks
 from vllm_omni.worker.diffusion.roles.temporal import OwnStep
 from vllm_omni.worker.diffusion.roles.vae import VAEStage
-from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, WithLayers
+from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, WithLayers
 
 
 @pytest.mark.parametrize(
@@ -135,13 +134,13 @@ def test_layers_compute_from_the_hidden_states_of_the_stage_before() -> None:
 def test_a_stage_steps_with_what_it_received(make_runner: Any, null_world: Path) -> None:
     """The message of the stage before reaches the micro-step, and its outcome is handed on as it is."""
 
-    class Repeats(LastStage):
+    class Repeats(LayersStage):
         def micro_step(self, states: Any, received: Any, outputs: Any) -> Any:
             return received
 
     runner = make_runner(null_world)
     message = IntermediateTensors({"x": torch.zeros(1)})
-    assert Repeats(runner.parts, EveryStep(runner.model, ends_steps=True)).step([], message) is message
+    assert Repeats(runner.parts, EveryStep(runner.model, ends_steps=False)).step([], message) is message
 
 
 def test_whole_chunks_of_a_session_are_made_in_the_order_of_their_index(make_runner: Any, null_world: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 
-from vllm_omni.core.scheduler_note import SchedulerNote
-from vllm_omni.core.step_output import ChunkProgress
+from vllm_omni.core.step_protocol import ChunkProgress, SchedulerNote
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.pacing import StepPacer
 

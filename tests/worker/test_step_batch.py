@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_omni.worker.diffusion.batches import group_states
+from vllm_omni.model_executor.requests import group_states
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 from helpers.snapshot_steps import Worker, world_chunk
 
-from vllm_omni.core.scheduler_note import SchedulerNote
+from vllm_omni.core.step_protocol import SchedulerNote
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.outputs import RequestFailed

@@ -13,9 +13,8 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.worker.diffusion.link import HIDDEN
-from vllm_omni.worker.diffusion.roles.last import LastStage
 from vllm_omni.worker.diffusion.roles.layers import LayersStage
-from vllm_omni.worker.diffusion.roles.with_layers import EveryStep
+from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage
 from vllm_omni.worker.diffusion.shared_text import SharedText
 
 STEPS = 5

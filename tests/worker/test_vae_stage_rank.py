@@ -4,6 +4,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -347,7 +348,7 @@ def test_a_chunk_that_is_made_elsewhere_but_never_began_here_is_lost(pair: Pair,
 
 def share_decode(pair: Pair, others_fine: bool) -> None:
     """The VAE stage's rank decodes together with another one, which is fine or not."""
-    agreement = RankAgreement(None, None)
+    agreement = RankAgreement(SimpleNamespace(world_size=2), None)
     agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
     pair.become(shares_decode=True, agreement=agreement)
 

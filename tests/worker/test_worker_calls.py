@@ -117,6 +117,7 @@ def test_the_rank_that_answers_steps_is_heard(worker: Any, monkeypatch: pytest.M
         heard.append(how["heard"])
         yield
 
+    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=2))
     monkeypatch.setattr(diffusion_worker, "answers_steps", lambda: answers)
     monkeypatch.setattr(diffusion_worker, "failing_together", failing_together)
     worker.model_runner = SimpleNamespace(role=SimpleNamespace(listen=lambda: worker.calls.append("listens")))

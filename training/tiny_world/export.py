@@ -20,7 +20,7 @@ from training.tiny_world.render import Renderer
 from training.tiny_world.train_world import export as export_transformer
 from training.tiny_world.village import STYLES
 from training.tiny_world.world_data import SHIPPED
-from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 
 TINY_DECODER = "taew2_1.safetensors"
 _TEXT_WEIGHTS = "models_t5_umt5-xxl-enc-bf16.pth"

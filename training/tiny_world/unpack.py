@@ -21,7 +21,7 @@ from training.tiny_world.export import TINY_DECODER
 from training.tiny_world.train_world import write_parts
 from training.tiny_world.transformer import Sizes, WorldTransformer
 from training.tiny_world.world_data import SHIPPED
-from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 
 
 def unpack_world(world: Path, out: Path) -> None:

@@ -25,9 +25,9 @@ import torch
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.device_async import StageTimer
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.lora.store import Selection
-from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
 

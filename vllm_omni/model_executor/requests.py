@@ -7,15 +7,16 @@ error. Workers and the executor without workers share it. Held by tests/model_ex
 
 import logging
 import time
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_omni.core.scheduler_note import SchedulerNote
+from vllm_omni.core.step_protocol import SchedulerNote
 from vllm_omni.inputs import DiffusionParams, request_tensors
-from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 from vllm_omni.model_executor.results import FiniteCheck, PendingResult
 from vllm_omni.multimodal import feature_tensors
 from vllm_omni.outputs import RequestFailed
@@ -67,7 +68,9 @@ class RequestStates(dict[str, RequestState]):
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:
             params = DiffusionParams.from_extra_kwargs(extra)
-            tensors = request_tensors(extra) | feature_tensors(data.mm_features)
+            tensors = request_tensors(extra)
+            if data.mm_features:
+                tensors |= feature_tensors(data.mm_features)
             note = SchedulerNote.read(extra)
             if note.refused is not None:
                 raise RequestFailed("capacity", note.refused)
@@ -110,3 +113,27 @@ def as_failure(error: Exception, request_id: str) -> RequestFailed:
         return RequestFailed("oom", "the device ran out of memory on this chunk; the session is unchanged")
     logger.exception("request %s failed", request_id)
     return RequestFailed("engine_error", "the model failed on this chunk; the server's log has the details")
+
+
+def group_states(model: SupportsStepExecution, states: Sequence[RequestState], limit: int) -> list[list[RequestState]]:
+    """Split requests into batches of equal `batch_key` and adapters, in order.
+
+    Each batch shares a forward pass, at whatever denoise step its requests are. The order is the
+    scheduler's, so every rank builds the same batches.
+
+    Args:
+        model: Defines `batch_key`.
+        states: Requests with a chunk.
+        limit: Maximum size of a batch.
+    """
+    groups: list[list[RequestState]] = []
+    open_group: dict[Hashable, list[RequestState]] = {}
+    for state in states:
+        assert state.chunk is not None
+        key = model.batch_key(state.chunk), state.chunk.adapters
+        group = open_group.get(key)
+        if group is None or len(group) >= limit:
+            group = open_group[key] = []
+            groups.append(group)
+        group.append(state)
+    return groups

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_omni.model_executor.host_copies import Arriving
+from vllm_omni.model_executor.device_async import Arriving
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.lora.store import named
 from vllm_omni.outputs import RequestFailed, pack

@@ -5,10 +5,10 @@ vLLM asks a model class for a few attributes before it lets an engine start (a p
 own KV manager, pipeline-parallel capable); the diffusion runner never calls `forward`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -81,13 +81,19 @@ class ServedCheckpoint(Generic[Layout]):
     offloads: bool = False
 
 
+@runtime_checkable
+class LoadsCheckpoint(Protocol):
+    """A model that reads its own checkpoint."""
+
+    def load_checkpoint(self, layout: Any) -> None:
+        """Fill every parameter that this rank has, strictly. Raises ValueError."""
+
+
 class CheckpointPipeline(StepPipeline, Generic[Layout]):
-    """A pipeline that finds and loads its checkpoint itself. As a base it comes before the model that it serves.
+    """A pipeline that finds its checkpoint and owns the model that it builds from it (`model`).
 
-    load_checkpoint: the model's; fills every parameter this rank has, strictly. Raises ValueError.
+    vLLM loads the pipeline; the diffusion runner drives its model, which knows no engine.
     """
-
-    load_checkpoint: Callable[[Layout], None]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -100,7 +106,9 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         quantization = _quantization(vllm_config.quant_config, config)
         offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
         try:
-            self.build_served(ServedCheckpoint(config, layout, omni, dtype, eager, quantization, kv_dtype, offloads))
+            self.model = self.build_model(
+                ServedCheckpoint(config, layout, omni, dtype, eager, quantization, kv_dtype, offloads)
+            )
         except ValueError as error:
             if quantization is None or "kernel" not in str(error):
                 raise
@@ -114,8 +122,8 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         """Find the pieces of the checkpoint below `path`. Raises ValueError."""
         raise NotImplementedError
 
-    def build_served(self, served: ServedCheckpoint[Layout]) -> None:
-        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+    def build_model(self, served: ServedCheckpoint[Layout]) -> nn.Module:
+        """Build the model, which `LoadsCheckpoint`, on torch's default device; parameters are empty until loaded."""
         raise NotImplementedError
 
     def served_layout(self) -> Layout:
@@ -123,8 +131,14 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
-        self.load_checkpoint(self.served_layout())
+        assert isinstance(self.model, LoadsCheckpoint)
+        self.model.load_checkpoint(self.served_layout())
         return {name for name, _ in self.named_parameters()}
+
+
+def driven_model(pipeline: nn.Module) -> nn.Module:
+    """Return the module that the runner drives: the model that a pipeline owns, or the pipeline itself."""
+    return pipeline.model if isinstance(pipeline, CheckpointPipeline) else pipeline
 
 
 def _quantization(quantization: QuantizationConfig | None, hf_config: Any) -> QuantizationConfig | None:

@@ -17,6 +17,7 @@ from helpers.triton_interpreter import interpret
 from helpers.waits import pause
 
 from vllm_omni.model_executor.layers import forward_graphs, fp8_kernels
+from vllm_omni.model_executor.layers.attention import stack
 from vllm_omni.model_executor.layers.head_exchange import (
     HeadExchange,
     RoundedExchange,
@@ -34,7 +35,6 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.kv_format import FP8
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.peer_memory import PeerMemory
-from vllm_omni.model_executor.layers.rows import stack
 
 LAYERS, HEADS, CHUNK, RANKS = 2, 4, 3, 2
 WINDOW, CHUNKS = 7, 4

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from training.tiny_world.autoencoder import Autoencoder, load_autoencoder, load_decoder, with_latents_scaled
 from training.tiny_world.train_tiny_decoder import TinyDecoder
-from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.model_executor.models.wan.weights import load_vae

@@ -37,8 +37,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.core.sched.cost_model import StepCostModel
 from vllm_omni.core.sched.policy import LiveRequest, choose_batch
 from vllm_omni.core.sched.streams import RequestFields, Streams
-from vllm_omni.core.scheduler_note import SchedulerNote, without_note
-from vllm_omni.core.step_output import StepOutput
+from vllm_omni.core.step_protocol import SchedulerNote, StepOutput, without_note
 from vllm_omni.inputs import PARAMS_KEY
 from vllm_omni.outputs import opaque
 from vllm_omni.processes import end_with_parent

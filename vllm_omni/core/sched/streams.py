@@ -17,9 +17,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni.core.chunk_order import ChunkOrder, turn
 from vllm_omni.core.sched.policy import Demand, LiveRequest, StepCosts, choose_level, predicted_end_s, refuses
-from vllm_omni.core.step_output import ChunkProgress
+from vllm_omni.core.step_protocol import ChunkOrder, ChunkProgress, turn
 
 _REMEMBERED = 4096
 _LIVE_PERIODS = 3.0

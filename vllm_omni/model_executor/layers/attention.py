@@ -8,7 +8,7 @@ the usual triangle, aligned to the last key.
 
 # T query tokens, S key tokens, N heads, H head dim
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -112,3 +112,18 @@ def _attention_to_first(
     seen_S = torch.arange(k_SNH.shape[0], device=q.device) < key_range[1]
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen_S, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
+
+
+def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack along a new first dimension; a view when there is one part."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """A view of `x` in numbers of eight bytes where its last dimension allows: strided copies of shorter are slow.
+
+    `x` itself in compiled code, whose loops read as wide as they can.
+    """
+    if torch.compiler.is_compiling() or x.shape[-1] * x.itemsize % torch.int64.itemsize:
+        return x
+    return x.view(torch.int64)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from vllm_omni.model_executor.layers.attention import in_words
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen
-from vllm_omni.model_executor.layers.rows import in_words
 
 _QUERY_SCALE = 8.0
 """Queries times their keys' scale are of the size of 1 / 4: times this, few lie below e4m3's smallest normal number."""

@@ -16,10 +16,10 @@ Held by tests/model_executor/layers/test_head_exchange.py.
 # of this rank, H head dim
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from vllm_omni.model_executor.layers.attention import stack
 from vllm_omni.model_executor.layers.fp8_attention import query_scales, result_scales
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen_into
 from vllm_omni.model_executor.layers.head_trade import (
@@ -29,45 +29,9 @@ from vllm_omni.model_executor.layers.head_trade import (
     heads_to_tokens,
     tokens_to_heads,
 )
+from vllm_omni.model_executor.layers.kv_cache import RoundedView, WindowAttention, WindowRow
 from vllm_omni.model_executor.layers.kv_format import KVPlace
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rows import stack
-
-
-class RoundedView(Protocol):
-    """A window (`KVWindow`) as attention uses it where numbers are rounded before they come."""
-
-    @property
-    def scales(self) -> torch.Tensor: ...
-
-    def rounds_queries(self, frames: range, num_queries: int) -> bool: ...
-
-    def write_rounded(self, layer: int, frames: range, rounded_2TNH: torch.Tensor) -> None: ...
-
-    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-    def attend_rounded(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-
-class KVView(Protocol):
-    """A window as attention uses it (`kv_cache.py`): write a chunk's K/V, then attend to the visible ones."""
-
-    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
-
-    def place(self, layer: int, frames: range) -> KVPlace | None: ...
-
-    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-    def rounded_ahead(self, frames: range) -> RoundedView | None: ...
-
-
-class WindowRow(Protocol):
-    """One row of a batch: a chunk at absolute `frames`, and its window."""
-
-    @property
-    def frames(self) -> range: ...
-    @property
-    def window(self) -> KVView: ...
 
 
 def head_exchange(parallel: ParallelContext, rows: Sequence[WindowRow], num_tokens: int) -> "HeadExchange":
@@ -83,7 +47,7 @@ def head_exchange(parallel: ParallelContext, rows: Sequence[WindowRow], num_toke
     return HeadExchange(parallel, num_tokens)
 
 
-class HeadExchange:
+class HeadExchange(WindowAttention):
     """Numbers are exchanged as they are; without sequence parallelism, not at all."""
 
     def __init__(self, parallel: ParallelContext, num_tokens: int) -> None:
@@ -91,19 +55,7 @@ class HeadExchange:
         self.num_tokens = num_tokens
 
     def places(self, rows: Sequence[WindowRow], layer: int) -> list[KVPlace] | None:
-        """Where the rows' K/V of `layer` are kept, for who writes them there and then calls `attend_to_written`.
-
-        None: they are to be handed to `attend`.
-        """
-        if self.parallel.sequence_parallel:
-            return None
-        places = [row.window.place(layer, row.frames) for row in rows]
-        known = [place for place in places if place is not None]
-        return known if len(known) == len(rows) else None
-
-    def attend_to_written(self, rows: Sequence[WindowRow], layer: int, q_BTNH: torch.Tensor) -> torch.Tensor:
-        """Attend to windows that hold the rows' K/V of `layer`, [B, T, N, H]."""
-        return stack([row.window.attend(layer, row.frames, q_TNH) for row, q_TNH in zip(rows, q_BTNH, strict=True)])
+        return None if self.parallel.sequence_parallel else super().places(rows, layer)
 
     def attend(
         self,

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_omni.model_executor.layers.attention import in_words
 from vllm_omni.model_executor.layers.forward_graphs import kept_buffer, kept_copy
 from vllm_omni.model_executor.layers.parallel import ParallelContext, split_evenly
 from vllm_omni.model_executor.layers.peer_memory import PeerMemory
-from vllm_omni.model_executor.layers.rows import in_words
 
 
 def tokens_to_heads(parallel: ParallelContext, parts: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:

@@ -23,12 +23,13 @@ Held by tests/model_executor/layers/test_kv_cache.py.
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
 
-from collections.abc import Hashable
-from typing import Self
+from collections.abc import Hashable, Sequence
+from typing import Protocol, Self
 
 import torch
 
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.layers.attention import stack
 from vllm_omni.model_executor.layers.kept_memory import KeptMemory, Ring
 from vllm_omni.model_executor.layers.kv_format import KVFormat, KVPlace, kv_format, kv_nbytes
 from vllm_omni.outputs import RequestFailed
@@ -348,3 +349,79 @@ def kv_window_nbytes(
     """Return the bytes a `KVWindow` of these sizes will hold. window_frames: its spare frames included."""
     numel = 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim
     return kv_nbytes(dtype, storage, num_layers=num_layers, num_heads=num_heads, numel=numel)
+
+
+# -- attention to windows ----------------------------------------------------------------------------------------------
+
+
+class RoundedView(Protocol):
+    """A window (`KVWindow`) as attention uses it where numbers are rounded before they come."""
+
+    @property
+    def scales(self) -> torch.Tensor: ...
+
+    def rounds_queries(self, frames: range, num_queries: int) -> bool: ...
+
+    def write_rounded(self, layer: int, frames: range, rounded_2TNH: torch.Tensor) -> None: ...
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+    def attend_rounded(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+
+class KVView(Protocol):
+    """A window as attention uses it (`kv_cache.py`): write a chunk's K/V, then attend to the visible ones."""
+
+    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
+
+    def place(self, layer: int, frames: range) -> KVPlace | None: ...
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+    def rounded_ahead(self, frames: range) -> RoundedView | None: ...
+
+
+class WindowRow(Protocol):
+    """One row of a batch: a chunk at absolute `frames`, and its window."""
+
+    @property
+    def frames(self) -> range: ...
+    @property
+    def window(self) -> KVView: ...
+
+
+class WindowAttention:
+    """Self-attention of several rows to their windows, on a rank that has all tokens of its heads.
+
+    `HeadExchange` is the form of sequence-parallel ranks.
+    """
+
+    def places(self, rows: Sequence[WindowRow], layer: int) -> list[KVPlace] | None:
+        """Return the memory of the rows' K/V of `layer`.
+
+        The caller writes them there and then calls `attend_to_written`; None: pass them to `attend`.
+        """
+        places = [row.window.place(layer, row.frames) for row in rows]
+        known = [place for place in places if place is not None]
+        return known if len(known) == len(rows) else None
+
+    def attend_to_written(self, rows: Sequence[WindowRow], layer: int, q_BTNH: torch.Tensor) -> torch.Tensor:
+        """Attend to windows that hold the rows' K/V of `layer`, [B, T, N, H]."""
+        return stack([row.window.attend(layer, row.frames, q_TNH) for row, q_TNH in zip(rows, q_BTNH, strict=True)])
+
+    def attend(
+        self,
+        rows: Sequence[WindowRow],
+        layer: int,
+        q_BTNH: torch.Tensor,
+        k_BTNH: torch.Tensor,
+        v_BTNH: torch.Tensor,
+        write_only: bool,
+    ) -> torch.Tensor | None:
+        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`.
+
+        All [B, T_r, N, H] of this rank's tokens, the result too, which is to be used before the next call.
+        """
+        for row, k_TNH, v_TNH in zip(rows, k_BTNH, v_BTNH, strict=True):
+            row.window.write(layer, row.frames, k_TNH, v_TNH)
+        return None if write_only else self.attend_to_written(rows, layer, q_BTNH)

@@ -17,10 +17,9 @@ from typing import Self
 
 import torch
 
-from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.attention import attention, in_words
 from vllm_omni.model_executor.layers.fp8_attention import fp8_attention, fp8_product, rounded_attention
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, plain_narrow, widen
-from vllm_omni.model_executor.layers.rows import in_words
 
 _narrow = torch.compiler.disable(narrow)
 """Left out of compiled code, which has no e4m3 on a CPU."""

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingModel`: the part of `SupportsStepExecution` that streaming models do the same way.
+"""`StreamingModel`: the only base of a streaming model, and the parts that such a model owns.
 
-Sessions and their bytes, keys of batches, latents between ranks, hand-over to a VAE stage,
-moving layers. A model brings its networks (`build`, which calls `_begin` and `_add_transformer`), its conditions
-(`prepare_encode`), its forward (`denoise_step`) and its decoder's call (`decode`).
-Held by the pipeline and parallel tests of the models.
+The base implements what is the same for all of them: sessions and their bytes, batch keys, the order of the steps of a
+chunk, latents between ranks, transfer to a VAE stage, moving layers. A model creates its parts in `__init__`
+(transformer, encoders, decoder, shared prompts, and its own, for example the conditioning on a start image) and
+implements the conditions of a chunk (`prepare_encode`) and the inputs of a forward pass (`begin_step`, `rows`).
+Tests: the pipeline and parallel tests of the models.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,12 +20,12 @@ from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.request import check_prompt
+from vllm_omni.model_executor.streaming.request import check_prompt, read_size, read_window
 from vllm_omni.model_executor.streaming.session import (
     DecoderLayout,
     SessionShape,
@@ -36,32 +37,56 @@ from vllm_omni.model_executor.streaming.session import (
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 
 
-class _Config(Protocol):
-    @property
-    def num_layers(self) -> int: ...
+class Decoder(Protocol):
+    """From a chunk's latents to its frames. The state that it keeps between chunks is an immutable value."""
+
+    def state_nbytes(self, height: int, width: int) -> int:
+        """Most bytes of the state of a stream of `height` x `width` pixels."""
+
+    def state_layout(self, height: int, width: int) -> DecoderLayout | None:
+        """Layout of that state; None if the decoder keeps none."""
+
+    def decode_frames(
+        self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: Any, *, tiny: bool = False
+    ) -> tuple[torch.Tensor | None, Any]:
+        """Decode a chunk.
+
+        Args:
+            latents_CFhw: Final latents.
+            size: Height and width of the frames, in pixels.
+            before: The decoder's state after the session's last chunk; None at the start.
+            tiny: Use the second, tiny decoder.
+
+        Returns:
+            Frames, uint8 [T, H, W, 3], or None if another rank has them; and the next state.
+        """
+
+    def most_streams(self, before: Any, latents_CFhw: torch.Tensor) -> int:
+        """How many chunks like this one may share one decode at most; 1 = each is decoded alone."""
+
+    def decode_frames_together(
+        self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[Any]
+    ) -> list[tuple[torch.Tensor, Any]]:
+        """`decode_frames` of chunks that share one decode (`most_streams`)."""
 
 
-class _Decoder(Protocol):
-    """A decoder's state in a stream of `height` x `width` pixels; layout None = it keeps none."""
-
-    def state_nbytes(self, height: int, width: int) -> int: ...
-
-    def state_layout(self, height: int, width: int) -> DecoderLayout | None: ...
-
-
-Shape = TypeVar("Shape", bound=SessionShape)
-Session = TypeVar("Session", bound=StreamingSession[Any, Any, Any, Any, Any])
+Session = TypeVar("Session", bound=StreamingSession[Any, Any])
 Chunk = TypeVar("Chunk", bound=StreamingChunk[Any, Any])
+Network = TypeVar("Network", bound=nn.Module)
 
 
-class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
-    """Base of a streaming model; `build` sets the attributes that are only declared here."""
+class StreamingModel(nn.Module, Generic[Session, Chunk]):
+    """Base of a streaming model, which creates the parts that are only declared here.
+
+    Args:
+        setup: Everything that the model is built from.
+    """
 
     supports_step_execution: ClassVar[bool] = True
     session_type: ClassVar[type[Any]]
     """Of the model's `Session`."""
 
-    config: _Config
+    config: Any
     options: StreamingOptions
     omni: OmniConfig
     parallel: ParallelContext
@@ -71,33 +96,57 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
     text_encoder: Any
     """None on a VAE stage, and of a model that takes no prompts."""
     prompts: Any
-    decoder: _Decoder | None
+    decoder: Decoder | None
+    """None on a rank that does not decode."""
     action_space: ActionSpace = ActionSpace()
     """Here only for `prompt`, whether a session's first chunk needs one."""
+
+    def __init__(self, setup: StreamingSetup[Any, Any]) -> None:
+        super().__init__()
+        self.config, self.options = setup.config, setup.options
+        self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
+        self.kv_dtype = setup.kv_dtype
 
     # -- of each model -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def read_shape(self, params: DiffusionParams) -> Shape:
-        """Read the sizes that a session's first chunk fixes. Raises `RequestFailed`."""
-
-    @abstractmethod
-    def window_nbytes(self, shape: Shape) -> int:
+    def window_nbytes(self, shape: SessionShape) -> int:
         """Bytes of a session's K/V windows on this rank; allocates nothing."""
 
     @abstractmethod
-    def make_window(self, shape: Shape) -> Windows:
+    def make_window(self, shape: SessionShape) -> Windows:
         """Make the windows that a session's passes write their K/V to."""
 
     @abstractmethod
-    def decode(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, torch.Tensor]:
-        """Return the frames of a chunk's latents; the chunk gets the decoder's next state."""
+    def warmup_inputs(self) -> list[Inputs]:
+        """Chunks of the largest size, each kind of work once."""
 
-    def own_layout(self, shape: Shape) -> Any:
+    @abstractmethod
+    def prepare_encode(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        """Check a chunk's request and make its `state`. Raises `RequestFailed`."""
+
+    @abstractmethod
+    def begin_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        """Make the inputs that a chunk's forward passes share, once (collective under tensor parallelism)."""
+
+    @abstractmethod
+    def rows(self, request: DiffusionRequest[Session, Chunk]) -> Sequence[object]:
+        """Return the rows of a chunk's next forward pass, as the transformer takes them."""
+
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
+        """Read the sizes that a session's first chunk fixes. Raises `RequestFailed`."""
+        window = read_window(params, self.plan)
+        return SessionShape(*read_size(params, self.config, self.omni), params.output, window=window)
+
+    def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
+        """Whether a chunk's frames come from the second, tiny decoder."""
+        return False
+
+    def own_layout(self, shape: SessionShape) -> Any:
         """Layout of the state that only this model's sessions have on this rank; None = they have none."""
         return None
 
-    def own_bytes(self, shape: Shape) -> int:
+    def own_bytes(self, shape: SessionShape) -> int:
         """Most bytes of a session's state that only this model has."""
         return 0
 
@@ -112,7 +161,7 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
         check_prompt(params, self.action_space, first_chunk=True)
         return self.make_session(params.session_id, shape, self._reserved_bytes(shape))
 
-    def make_session(self, session_id: str, shape: Shape, reserved_bytes: int) -> Session:
+    def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> Session:
         """Make an empty session, its K/V windows included."""
         decoder = self.decoder if shape.output != "latents" else None
         layout = None if decoder is None else decoder.state_layout(shape.height, shape.width)
@@ -120,14 +169,14 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
         session: Session = self.session_type(session_id, shape, self.plan_of(shape), window, layouts, reserved_bytes)
         return session
 
-    def plan_of(self, shape: Shape) -> ChunkPlan:
+    def plan_of(self, shape: SessionShape) -> ChunkPlan:
         """Return the chunk plan of sessions of this shape: the server's, with their own window."""
         if shape.window is None:
             return self.plan
         window_frames, sink_frames = shape.window
         return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
-    def _reserved_bytes(self, shape: Shape) -> int:
+    def _reserved_bytes(self, shape: SessionShape) -> int:
         """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention K/V."""
         total: int = self.transformer.cross_kv_nbytes + self.own_bytes(shape)
         if self.decoder is not None and shape.output != "latents":
@@ -161,6 +210,18 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
         text = request.work.text
         return [] if self.text_encoder is None or text is None else [text]
 
+    @torch.no_grad()
+    def denoise_step(
+        self, batch: Sequence[DiffusionRequest[Session, Chunk]], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows: list[object] = []
+        for request in batch:
+            self.begin_step(request)
+            rows += self.rows(request)
+        kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
+        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
+        return prediction
+
     def batch_key(self, request: DiffusionRequest[Session, Chunk]) -> Hashable:
         return request.work.latents.shape
 
@@ -179,8 +240,36 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
         session, chunk, meta = request.session, request.work, self.result_meta(request)
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
+        assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
         chunk.decoded_from = session.decoder_cache
-        return meta, self.decode(request) | chunk.latents_beside(session.shape)
+        frames, chunk.decoder_cache = self.decoder.decode_frames(
+            chunk.latents,
+            (session.shape.height, session.shape.width),
+            chunk.decoded_from,
+            tiny=self.decodes_tiny(request),
+        )
+        return meta, ({} if frames is None else {"frames": frames}) | chunk.latents_beside(session.shape)
+
+    def most_decoded_together(self, request: DiffusionRequest[Session, Chunk]) -> int:
+        if self.decoder is None or self.decodes_tiny(request) or request.session.shape.output == "latents":
+            return 1
+        return self.decoder.most_streams(request.session.decoder_cache, request.work.latents)
+
+    @torch.no_grad()
+    def post_decode_together(
+        self, batch: Sequence[DiffusionRequest[Session, Chunk]]
+    ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        assert self.decoder is not None
+        before = [request.session.decoder_cache for request in batch]
+        decoded = self.decoder.decode_frames_together([request.work.latents for request in batch], before)
+        results = []
+        for request, state, (frames, next_state) in zip(batch, before, decoded, strict=True):
+            chunk = request.work
+            chunk.decoded_from, chunk.decoder_cache = state, next_state
+            results.append(
+                (self.result_meta(request), {"frames": frames} | chunk.latents_beside(request.session.shape))
+            )
+        return results
 
     def commit(self, request: DiffusionRequest[Session, Chunk]) -> None:
         request.work.window.commit(request.work.frames.stop)
@@ -212,28 +301,34 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
     ) -> None:
         request.work.latents = latents
 
-    # -- for `build` ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, setup: StreamingSetup[Any, Any, Any]) -> None:
-        self.config, self.options = setup.config, setup.options
-        self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
-        self.kv_dtype = setup.kv_dtype
+def build_transformer(
+    setup: StreamingSetup[Any, Any],
+    network: Callable[..., Network],
+    *,
+    parallel: ParallelContext | None = None,
+    **own: Any,
+) -> Network:
+    """Build this rank's part of the transformer; parameters are empty until loaded.
 
-    def _add_transformer(
-        self,
-        setup: StreamingSetup[Any, Any, Any],
-        network: Callable[..., nn.Module],
-        *,
-        parallel: ParallelContext | None = None,
-        **own: Any,
-    ) -> None:
-        """parallel: None = the setup's. own: arguments that only this model's network has."""
-        with default_dtype(setup.dtype):
-            self.transformer = network(
-                setup.config,
-                parallel or setup.parallel,
-                compiled=setup.compiled,
-                cuda_graphs=setup.cuda_graphs,
-                quantization=setup.quantization,
-                **own,
-            )
+    Args:
+        setup: Of the model.
+        network: Its class.
+        parallel: Default: the setup's.
+        own: Arguments that only this model's network has.
+    """
+    with default_dtype(setup.dtype):
+        return network(
+            setup.config,
+            parallel or setup.parallel,
+            compiled=setup.compiled,
+            cuda_graphs=setup.cuda_graphs,
+            quantization=setup.quantization,
+            **own,
+        )
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: StreamingModel[Session, Chunk]) -> SupportsStepExecution[Session, Chunk]:
+        return model

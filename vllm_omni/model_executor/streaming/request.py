@@ -121,7 +121,7 @@ class PlayedChunk:
 
 
 def read_played(
-    request: DiffusionRequest[Any, Any], session: StreamingSession[Any, Any, Any, Any, Any], space: ActionSpace
+    request: DiffusionRequest[Any, Any], session: StreamingSession[Any, Any], space: ActionSpace
 ) -> PlayedChunk:
     """Check one chunk's request to a model that is played with `space` and takes nothing else but a start image.
 

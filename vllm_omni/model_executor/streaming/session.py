@@ -10,14 +10,14 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import msgspec
 import torch
 
 from vllm_omni.inputs import DiffusionParams, Output, Text
 from vllm_omni.model_executor.interfaces import SessionState
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars
@@ -76,17 +76,25 @@ class Windows(Protocol):
     def close(self) -> None: ...
 
 
+Source = Literal["text", "video"]
+
+
 @dataclass(frozen=True)
 class SessionShape:
-    """Sizes fixed by a session's first chunk. output: `latents` sessions keep no decoder cache, the others do.
-
-    window: (window_frames, sink_frames) of this session; None = the server's.
-    """
+    """Sizes fixed by a session's first chunk."""
 
     height: int
+    """Of the video, in pixels."""
     width: int
+    """Of the video, in pixels."""
     output: Output
+    """`latents` sessions keep no decoder cache, the others do."""
+    source: Source = field(default="text", kw_only=True)
+    """`video` sessions start each chunk from the client's video and keep an encoder cache."""
+    keeps_latents: bool = field(default=False, kw_only=True)
+    """Whether the latents of the frames in the window are kept, so that their K/V can be computed again."""
     window: tuple[int, int] | None = field(default=None, kw_only=True)
+    """(window_frames, sink_frames) of this session. Default: the server's."""
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,19 +116,18 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_seed(self.seed)
 
 
-Shape = TypeVar("Shape", bound=SessionShape)
 Window = TypeVar("Window", bound=Windows)
 Own = TypeVar("Own", bound=Kept)
-OwnLayout = TypeVar("OwnLayout")
-Scalars = TypeVar("Scalars", bound=SessionScalars)
 
 
 @dataclass(frozen=True)
-class StateLayouts(Generic[OwnLayout]):
+class StateLayouts:
     """Layouts of a session's state beside its K/V windows on this rank; None = it has no such state."""
 
     decoder: DecoderLayout | None
-    own: OwnLayout | None
+    """Of the decoder's state."""
+    own: Any
+    """Of the state that only this model's sessions have, in the model's own type."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -186,7 +193,7 @@ class StreamingChunk(Generic[Window, Own]):
         return step if step < self.schedule.num_steps else None
 
 
-class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scalars]):
+class StreamingSession(SessionState, Generic[Window, Own]):
     """See the module docstring. `None` in an optional field: this chunk has not happened, or not on this rank.
 
     reserved_bytes: the largest size of everything but the K/V windows.
@@ -197,10 +204,10 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
     def __init__(
         self,
         session_id: str,
-        shape: Shape,
+        shape: SessionShape,
         plan: ChunkPlan,
         window: Window,
-        layouts: StateLayouts[OwnLayout],
+        layouts: StateLayouts,
         reserved_bytes: int,
     ) -> None:
         super().__init__(session_id)
@@ -222,8 +229,17 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
         """The model's own part of `scalars`, JSON types only."""
         return {}
 
-    def restore_own(self, kept: Scalars, saved: SavedTensors, device: torch.device) -> Own | None:
-        """Take `own` out of a snapshot, whose chunk the session has already become. Raises `RequestFailed`."""
+    def restore_own(self, kept: Any, saved: SavedTensors, device: torch.device) -> Own | None:
+        """Take `own` out of a snapshot, whose chunk the session has already become.
+
+        Args:
+            kept: The snapshot's scalars, of `scalars_type`.
+            saved: Its tensors.
+            device: Of the session.
+
+        Raises:
+            RequestFailed: The scalars do not fit together.
+        """
         return None
 
     def opening_options(self) -> dict[str, Any]:
@@ -284,7 +300,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
         )
 
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        kept = cast(Scalars, read_scalars(scalars, self.scalars_type))
+        kept = read_scalars(scalars, self.scalars_type)
         device = self.window.device
         self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
         frames = self.frames_behind(kept.committed_frames)

@@ -6,7 +6,7 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -17,36 +17,36 @@ from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.stream import Config, Options, Stream
 from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, launches_graphs
 
-Layout = TypeVar("Layout")
-
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingSetup(Generic[Config, Options, Layout]):
-    """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
-
-    dtype: the transformer's. compiled, cuda_graphs: the resolved options `compile` and `cuda_graphs`. text_graphs:
-    `cuda_graphs` of the text encoder, which takes the host longer however wide the transformer is. quantization: of the
-    transformer's weights. kv_dtype: the stored keys and values', None = `dtype`.
-    """
+class StreamingSetup(Generic[Config, Options]):
+    """Everything such a pipeline is built from, resolved and checked."""
 
     config: Config
-    layout: Layout
+    layout: Any
+    """Where the components of the checkpoint are, in the family's own type."""
     options: Options
     plan: ChunkPlan
     omni: OmniConfig
     parallel: ParallelContext
     dtype: torch.dtype
+    """Of the transformer."""
     compiled: bool
+    """The resolved option `compile`."""
     cuda_graphs: bool = False
+    """The resolved option `cuda_graphs`."""
     text_graphs: bool = False
+    """`cuda_graphs` of the text encoder, which takes the host longer however wide the transformer is."""
     quantization: QuantizationConfig | None = None
+    """Of the transformer's weights."""
     kv_dtype: torch.dtype | None = None
+    """Of the stored keys and values. Default: `dtype`."""
 
     @classmethod
     def of(
         cls,
         checkpoint: Mapping[str, Any],
-        layout: Layout,
+        layout: Any,
         omni: OmniConfig,
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,
@@ -82,7 +82,7 @@ class StreamingSetup(Generic[Config, Options, Layout]):
         )
 
     @classmethod
-    def served(cls, checkpoint: Mapping[str, Any], served: ServedCheckpoint[Layout]) -> Self:
+    def served(cls, checkpoint: Mapping[str, Any], served: ServedCheckpoint[Any]) -> Self:
         """`of` a checkpoint that an engine serves."""
         return cls.of(
             checkpoint,

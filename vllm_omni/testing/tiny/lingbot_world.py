@@ -20,8 +20,8 @@ from PIL import Image
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.checkpoint import ASSETS_FOLDER, TINY_VAE_FILE
-from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.testing.tiny.wan import (
     Tensors,
     normal,

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save
 from transformers import UMT5Config, UMT5EncoderModel
 
+from vllm_omni.model_executor.models.wan.architecture import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig, clip_tokens
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
-from vllm_omni.model_executor.models.wan.components import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig, clip_tokens
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.model_executor.weights import Rules, rename, shapes_of

@@ -10,10 +10,10 @@ This module names no model.
 import torch
 
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.device_async import StageTimer
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsSessionWindows, SupportsStepExecution
 from vllm_omni.model_executor.lora.store import NoAdapters, Selection, named
 from vllm_omni.model_executor.requests import RequestState, as_failure
-from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.sessions import SessionStore

@@ -34,6 +34,8 @@ class RankAgreement:
     def __init__(self, tensor: Any, world: Any) -> None:
         self._tensor = tensor
         self._world = world
+        self.several: bool = tensor.world_size > 1
+        """Whether there is anything to agree on within a stage: ranks share its layers."""
 
     # within a step
 

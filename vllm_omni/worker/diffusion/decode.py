@@ -16,11 +16,10 @@ import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsBatchedDecode, SupportsStepExecution
 from vllm_omni.model_executor.lora.store import NoAdapters
-from vllm_omni.model_executor.requests import RequestState, as_failure
+from vllm_omni.model_executor.requests import RequestState, as_failure, group_states
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import empty_result, pack, pack_error
 from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.batches import group_states
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 
 logger = logging.getLogger("vllm." + __name__)
@@ -142,17 +141,19 @@ class ChunkEnd:
         the steps, the device then decodes while the host launches the clean-context pass, and runs
         that pass while the host delivers the result.
         """
-        early = [state for state in states if self._decodes and self._is_decoded_early(state)]
+        if not self._decodes:
+            return
+        early = []
+        for state in states:
+            request = state.chunk
+            assert request is not None
+            is_final = request.clean_passes and request.step == request.num_steps - request.clean_passes
+            if is_final and self._in_flight.is_next(request):
+                early.append(state)
         self.decode_together(early)
         for state in early:
             if state.pending is None:
                 self.decode(state)
-
-    def _is_decoded_early(self, state: RequestState) -> bool:
-        request = state.chunk
-        assert request is not None
-        first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
-        return bool(first_clean) and self._in_flight.is_next(request)
 
     def decode_together(self, states: Sequence[RequestState]) -> None:
         """Launch the decodes that chunks of one forward pass can share.
@@ -208,7 +209,8 @@ class ChunkEnd:
                 outputs[state.request_id] = state.pending.envelope()
         except Exception as error:
             state.failure = as_failure(error, state.request_id)
-        self._agreement.agree(state)
+        if self._agreement.several:
+            self._agreement.agree(state)
         if state.failure is not None:
             outputs.pop(state.request_id, None)
             return

@@ -11,7 +11,7 @@ This module depends neither on a model nor on the scheduler.
 
 from collections.abc import Sequence
 
-from vllm_omni.core.chunk_order import DONE, ChunkOrder, turn
+from vllm_omni.core.step_protocol import DONE, ChunkOrder, turn
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed

@@ -41,6 +41,7 @@ class StepPacer:
         self._cuda = device.type == "cuda"
         self._begin: tuple[torch.cuda.Event, float] | None = None
         self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=2)
+        self._stages = stages
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=2 + _STEPS)
         self._began_s = 0.0
@@ -49,8 +50,11 @@ class StepPacer:
         self._expected_end_s = 0.0
 
     def launching(self) -> None:
-        """Call it before launching a step whose device time `before_s` shall return."""
-        if self._cuda:
+        """Call it before launching a step.
+
+        Its device time is measured, for `before_s`, unless stages share the step.
+        """
+        if self._cuda and not self._stages:
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
             self._begin = begin, time.perf_counter()

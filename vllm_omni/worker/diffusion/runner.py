@@ -13,6 +13,7 @@ tests/engine/):
 - With several ranks, every decision before a collective is the same on all of them.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,14 +29,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.core.step_output import ChunkProgress, StepOutput
-from vllm_omni.model_executor.interfaces import DiffusionRequest, KeepsMemory, SupportsStepExecution
+from vllm_omni.core.step_protocol import ChunkProgress, StepOutput
+from vllm_omni.model_executor.interfaces import KeepsMemory, SupportsStepExecution
 from vllm_omni.model_executor.layers.linear import check_reloadable, quantized_layers
 from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.store import store_for
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.tensor_files import files_may_change
+from vllm_omni.model_executor.vllm_model import driven_model
 from vllm_omni.model_executor.whole_request import in_steps
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
@@ -58,7 +60,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.place = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage)
         self.agreement = RankAgreement(self.tp, get_world_group())
         self.requests = RequestStates()
-        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
+        clock = time.monotonic if get_world_group().world_size == 1 else self.agreement.clock
+        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=clock)
         self.partition = self.omni.partition
         """Layers of each stage after the last move, or as loaded; () means as even as possible."""
 
@@ -71,7 +74,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         # also if None: another engine of this process may have set one
         set_offloader(self.offloader)
         loader = get_model_loader(self.load_config)
-        self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        self.pipeline = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        self.network = driven_model(self.pipeline)
         self.adapters = store_for(self.network, self.vllm_config.lora_config, self.device)
         weights = sum(p.numel() * p.element_size() for p in self.network.parameters())
         if self.offloader is not None:
@@ -117,7 +121,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self.model_config.model = weights_path
             initialize_layerwise_reload(quantized)
             try:
-                get_model_loader(self.load_config).load_weights(self.network, self.model_config)
+                get_model_loader(self.load_config).load_weights(self.pipeline, self.model_config)
             finally:  # also restores the old weights of layers that got none
                 finalize_layerwise_reload(quantized, self.model_config)
                 if self.offloader is not None:
@@ -149,30 +153,32 @@ class DiffusionGPUModelRunner(RunnerSurface):
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
         states = [self.requests[request_id] for request_id in scheduled]
-        self.chunk_end.begin_step()
+        self.role.chunk_end.begin_step()
         result = self.role.step(states, intermediate_tensors)
         if isinstance(result, IntermediateTensors):
             return result
         return self._output(states, result)
 
     def _output(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> StepOutput:
-        pacer = self.role.pacer
+        pacer, chunk_end = self.role.pacer, self.role.chunk_end
+        request_ids = [state.request_id for state in states]
+        progress: dict[str, ChunkProgress] = {}
+        for state in states:
+            chunk = state.chunk
+            if chunk is not None and not state.done:
+                size = self.model.latents(chunk).numel() if chunk.step else 1
+                progress[state.request_id] = ChunkProgress(chunk.step, chunk.num_steps, size)
         return StepOutput(
-            req_ids=[state.request_id for state in states],
-            req_id_to_index={state.request_id: index for index, state in enumerate(states)},
-            pooler_output=[outputs.get(state.request_id) for state in states],
-            denoised=tuple(self.chunk_end.denoised),
-            committed=tuple(self.chunk_end.committed),
+            req_ids=request_ids,
+            req_id_to_index=dict(zip(request_ids, range(len(states)), strict=True)),
+            pooler_output=list(map(outputs.get, request_ids)),
+            denoised=tuple(chunk_end.denoised),
+            committed=tuple(chunk_end.committed),
             steps_behind=self.parts.in_flight.order.steps_behind,
-            progress={
-                state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
-            },
+            progress=progress,
             before_s=pacer.before_s,
             unfinished=pacer.unfinished,
         )
-
-    def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
-        return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
 
     # -- between steps, called by the worker -------------------------------------------------------
 

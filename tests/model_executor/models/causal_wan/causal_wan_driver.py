@@ -12,8 +12,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
-from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
+from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 
 HEIGHT, WIDTH = 32, 48
 Result = tuple[dict[str, Any], dict[str, torch.Tensor]]

@@ -11,7 +11,7 @@ import torch
 from causal_wan_driver import finish, input_video, load_model, make_request, open_session, run_chunk, step
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.core.chunk_order import ChunkOrder
+from vllm_omni.core.step_protocol import ChunkOrder
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_chunks_in_flight
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan

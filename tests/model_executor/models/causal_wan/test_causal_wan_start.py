@@ -16,12 +16,11 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan import pipeline
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config, open_transformer
-from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
+from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"

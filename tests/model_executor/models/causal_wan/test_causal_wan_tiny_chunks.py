@@ -26,8 +26,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_degradations
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
-from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
+from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 from vllm_omni.model_executor.models.wan.vae import to_uint8
 
 LADDER: dict[str, Any] = {"scheduling": "deadline", "degradations": ["tiny_vae"]}

@@ -16,8 +16,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, LingBotOptions
-from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 
 HEIGHT, WIDTH = 32, 48
 Result = tuple[dict[str, Any], dict[str, torch.Tensor]]

@@ -14,8 +14,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
-from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import to_uint8
 

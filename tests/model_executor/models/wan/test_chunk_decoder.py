@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder, DecoderState
-from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.taehv import REACH
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
@@ -158,7 +158,7 @@ def test_no_more_streams_share_a_decode_than_a_warm_up_has_measured(
     """Of streams of so many latent cells a frame, beside a largest one."""
     alone = ChunkDecoder(decoder.main, largest_cells=largest)
     _, states = run(alone, latents[:, :, :3].split(CHUNK, dim=2), ())
-    assert {cells: alone.takes_streams(states[-1], torch.empty(16, 3, 1, cells)) for cells in streams} == streams
+    assert {cells: alone.most_streams(states[-1], torch.empty(16, 3, 1, cells)) for cells in streams} == streams
 
 
 def test_one_decoder_keeps_no_latents(decoder: ChunkDecoder, latents: torch.Tensor) -> None:

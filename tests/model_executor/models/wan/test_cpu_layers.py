@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_omni.model_executor.models.lance.vae import LanceVAEConfig, LanceWanVAE
-from vllm_omni.model_executor.models.wan.cpu_layers import CPURMSNorm, FoldedCausalConv3d, use_cpu_layers
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.models.wan.vae_layers import CPURMSNorm, FoldedCausalConv3d, use_cpu_layers
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 
 ORDER = 2e-6  # fp32 sums of 108 products of about 0.1 in another order

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
+from vllm_omni.model_executor.models.wan.architecture import CLIP_VIT_H, clip_tokens
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
-from vllm_omni.model_executor.models.wan.components import CLIP_VIT_H, clip_tokens
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder, clip_pixels
 from vllm_omni.model_executor.models.wan.pictures import cut_image, middle_box
 from vllm_omni.model_executor.models.wan.weights import load_image_encoder

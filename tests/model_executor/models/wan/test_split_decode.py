@@ -14,7 +14,7 @@ from vae_streams import decode_stream, plainly_fused
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import check_parallel_decode
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
+from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, cache_nbytes, to_uint8
 from vllm_omni.outputs import RequestFailed
 
@@ -55,11 +55,12 @@ def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) ->
             start = rows.start * of_all.shape[3] // height
             band = of_all[:, :, :, start : start + feature.shape[3]]
             torch.testing.assert_close(feature, band, atol=1e-4, rtol=1e-4)
-        frames = whole_frames(to_uint8(pixels), bands)
+        frames = bands.join_frames(to_uint8(pixels))
         if bands.rank:
-            assert not frames
+            assert frames is None
         else:
-            assert (frames["frames"].int() - to_uint8(expected).int()).abs().max() <= 1
+            assert frames is not None
+            assert (frames.int() - to_uint8(expected).int()).abs().max() <= 1
 
 
 def check_one_piece(bands: RowBands) -> None:

@@ -12,7 +12,7 @@
     frames = vae.decode(x0)                                  post_decode
     the stream moves on                                      commit
 
-`CausalWan` is the algorithm and needs no engine; `CausalWanPipeline` is the same thing as vLLM loads it.
+`CausalWan` is the algorithm and needs no engine; vLLM loads `CausalWanPipeline`, which owns one.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
@@ -32,25 +32,27 @@ from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, read_stream
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
-from vllm_omni.model_executor.models.causal_wan.state import (
-    Chunk,
-    ChunkInputs,
-    PastChunk,
-    StreamSession,
-    StreamShape,
-)
-from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
+from vllm_omni.model_executor.models.causal_wan.state import Chunk, ChunkInputs, PastChunk, StreamSession
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import adapter_target, load_transformer
-from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.chunk_setup import (
+    WanChunkSetup,
+    build_autoencoders,
+    build_image_encoder,
+    build_text_encoder,
+    load_parts,
+)
 from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkRow
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.vae import CacheLayout
-from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.schedules import every_second_step
+from vllm_omni.model_executor.schedules import ChunkNoise, every_second_step
+from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
+from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.outputs import RequestFailed
 
@@ -59,41 +61,64 @@ logger = logging.getLogger("vllm." + __name__)
 Request = DiffusionRequest[StreamSession, Chunk]
 
 
-class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, CheckpointLayout]):
+class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions]):
+    """Everything a `CausalWan` is built from: of `hf_config(...)["causal_wan"]`."""
+
+    read_stream = staticmethod(read_stream)
+
+    layout: CheckpointLayout
+
+    @property
+    def wants_tiny_vae(self) -> str | None:
+        in_ladder = degradations.TINY_VAE in self.omni.degradations
+        ladder = f"omni.degradations {degradations.TINY_VAE!r}" if in_ladder else None
+        return super().wants_tiny_vae or ladder
+
+
+class CausalWan(StreamingModel[StreamSession, Chunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = StreamSession
 
     config: CausalWanConfig
     options: CausalWanOptions
+    decoder: ChunkDecoder | None
 
-    def build(self, setup: StreamSetup) -> None:
+    def __init__(self, setup: StreamSetup) -> None:
+        super().__init__(setup)
         options, parallel = setup.options, setup.parallel
-        self._begin(setup)
         self.schedule = options.text_schedule(setup.layout.origin)
+        self.text_encoder = build_text_encoder(setup)
+        self.image_encoder = build_image_encoder(setup)
         temporal = setup.omni.pipeline == "temporal"
         self._own_step = parallel.stage if temporal and not parallel.is_vae_stage else None
         own = replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1) if temporal else parallel
-        self._add_transformer(setup, CausalWanTransformer, parallel=own)
+        self.transformer = build_transformer(setup, CausalWanTransformer, parallel=own)
         # on every rank with layers: each needs the noisy latents or their timestep
-        self._add_components(setup, encodes=options.video_input and not parallel.is_vae_stage)
+        encodes = options.video_input and not parallel.is_vae_stage
+        self.vae, self.tiny_vae, self.decoder = build_autoencoders(setup, encodes=encodes)
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
         spare = in_flight.spare_frames(options, self.plan, setup.omni, parallel)
         self.sizes = StreamSizes(
             self.config, options, self.plan, self.transformer, spare, self._own_step, setup.kv_dtype
         )
+        self._wants_tiny_vae = setup.wants_tiny_vae
 
-    def load_transformer(self, layout: CheckpointLayout) -> None:
-        if (limits := layout.origin.limits) is not None:
-            logger.warning("%s is served without a part of its own sampler: %s", layout.release(), limits)
-        load_transformer(self.transformer, layout.open_transformer(), self.config)
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        def load() -> None:
+            if (limits := layout.origin.limits) is not None:
+                logger.warning("%s is served without a part of its own sampler: %s", layout.release(), limits)
+            load_transformer(self.transformer, layout.open_transformer(), self.config)
+
+        load_parts(self, layout, load, self._wants_tiny_vae)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
-    def read_shape(self, params: DiffusionParams) -> StreamShape:
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
         shape = read_shape(params, self.config, self.omni)
         if shape.source == "video" and not self.options.video_input:
             raise RequestFailed("invalid_request", "this server makes video from text only (omni.model.video_input)")
@@ -101,17 +126,17 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         recomputes = self.options.prompt_switch == "recompute" and not self.parallel.is_vae_stage
         return replace(shape, keeps_latents=recomputes)
 
-    def window_nbytes(self, shape: StreamShape) -> int:
+    def window_nbytes(self, shape: SessionShape) -> int:
         return self.sizes.cache_nbytes(shape)
 
-    def make_window(self, shape: StreamShape) -> ChunkCache:
+    def make_window(self, shape: SessionShape) -> ChunkCache:
         return self.sizes.new_cache(shape)
 
-    def own_layout(self, shape: StreamShape) -> CacheLayout | None:
+    def own_layout(self, shape: SessionShape) -> CacheLayout | None:
         encodes = self.video is not None and shape.source == "video"
         return self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None
 
-    def own_bytes(self, shape: StreamShape) -> int:
+    def own_bytes(self, shape: SessionShape) -> int:
         behind = self.omni.chunks_in_flight - 1  # each may bring a prompt, and keeps where the input video stands
         total = behind * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
@@ -272,7 +297,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         with request.timer.stage("image"):
             return self.video.picture(inputs.image, shape.height, shape.width, self.transformer.device)
 
-    def _rope(self, frames: range, shape: StreamShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rope(self, frames: range, shape: SessionShape) -> tuple[torch.Tensor, torch.Tensor]:
         return self.transformer.rope(frames, self.sizes.latent_shape(shape, len(frames)))
 
     def begin_step(self, request: Request) -> None:
@@ -331,11 +356,11 @@ def _go_with(request: Request, name: str) -> None:
     request.degradations = tuple(other for other in request.degradations if other != name)
 
 
-class CausalWanPipeline(CheckpointPipeline[CheckpointLayout], CausalWan):
-    """`CausalWan` as vLLM's model loader builds and fills it."""
+class CausalWanPipeline(CheckpointPipeline[CheckpointLayout]):
+    """Owns a `CausalWan`, which vLLM's model loader builds and fills through it."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)
 
-    def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        self.build(StreamSetup.served(served.hf_config.causal_wan, served))
+    def build_model(self, served: ServedCheckpoint[CheckpointLayout]) -> CausalWan:
+        return CausalWan(StreamSetup.served(served.hf_config.causal_wan, served))

@@ -15,7 +15,7 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
-from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Source, Standing, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Standing, StreamSession
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.streaming.request import (
     check_tensors,
@@ -25,6 +25,7 @@ from vllm_omni.model_executor.streaming.request import (
     read_seed,
     read_size,
 )
+from vllm_omni.model_executor.streaming.session import SessionShape, Source
 from vllm_omni.outputs import RequestFailed
 
 _TENSORS = ("video", "image", "latents")
@@ -40,10 +41,10 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     source: Source | None = None
 
 
-def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> StreamShape:
+def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> SessionShape:
     """Read the sizes that a stream's first chunk fixes. Raises `RequestFailed`."""
     height, width = read_size(params, config, omni)
-    return StreamShape(height, width, params.output, _options(params).source or "text")
+    return SessionShape(height, width, params.output, source=_options(params).source or "text")
 
 
 def read_chunk(

@@ -15,9 +15,9 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
-from vllm_omni.model_executor.models.causal_wan.state import StreamShape
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.session import SessionShape
 
 
 class StreamSizes:
@@ -45,11 +45,11 @@ class StreamSizes:
         slides = 0 < plan.sink_frames < plan.window_frames
         self._sinks_live = slides and (options.sink_position == "window" or options.sink_refresh_threshold is not None)
 
-    def latent_shape(self, shape: StreamShape, num_frames: int) -> tuple[int, int, int, int]:
+    def latent_shape(self, shape: SessionShape, num_frames: int) -> tuple[int, int, int, int]:
         """Return [16, F, h, w]."""
         return (self._config.out_channels, num_frames, *self._config.latent_size(shape.height, shape.width))
 
-    def new_cache(self, shape: StreamShape) -> ChunkCache:
+    def new_cache(self, shape: SessionShape) -> ChunkCache:
         """Make a stream's K/V windows."""
 
         def window(frames: int, sinks: int, spare: int) -> KVWindow:
@@ -75,7 +75,7 @@ class StreamSizes:
             return ChunkCache.noise_matched(windows)
         return ChunkCache.strict(window(plan.window_frames, plan.sink_frames, 0))
 
-    def past_nbytes(self, shape: StreamShape) -> int:
+    def past_nbytes(self, shape: SessionShape) -> int:
         """Return the most bytes that a session takes so that a new prompt can compute its window again."""
         plan = self._plan
         frames = plan.window_frames + max(plan.first_chunk_frames, plan.chunk_frames)
@@ -86,7 +86,7 @@ class StreamSizes:
         spares = self._spare_frames[: self._num_steps]
         return spares if self._own_step is None else [spares[self._own_step]]
 
-    def cache_nbytes(self, shape: StreamShape) -> int:
+    def cache_nbytes(self, shape: SessionShape) -> int:
         """Return the bytes of `new_cache`, allocating nothing."""
         sizes, plan, options = self._window_sizes(shape), self._plan, self._options
         evicts = plan.sink_frames < plan.window_frames
@@ -100,7 +100,7 @@ class StreamSizes:
             return sum(full(spare) for spare in self._step_spares())
         return full(0)
 
-    def _window_sizes(self, shape: StreamShape) -> dict[str, Any]:
+    def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
         return {
             "num_layers": self._transformer.num_local_layers,
             "tokens_per_frame": self._config.tokens_per_frame(shape.height, shape.width),

@@ -7,30 +7,17 @@ tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
+from vllm_omni.model_executor.models.wan.vae import VAECache
 from vllm_omni.model_executor.schedules import FewStepSchedule
-from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
+from vllm_omni.model_executor.streaming.session import SessionScalars, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
-
-Source = Literal["text", "video"]
-
-
-@dataclass(frozen=True)
-class StreamShape(SessionShape):
-    """Sizes fixed by a stream's first chunk. A `video` source keeps an encoder cache.
-
-    keeps_latents: of the frames in the window, so that their K/V can be computed again on this rank.
-    """
-
-    source: Source
-    keeps_latents: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +57,7 @@ class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_
     noise_scale: float | None
 
 
-class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheLayout, StreamScalars]):
+class StreamSession(StreamingSession[ChunkCache, VideoInput]):
     """A causal Wan stream; `layouts.own` is the layout of the encoder's cache."""
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars

@@ -7,7 +7,7 @@
     post_decode       latents -> uint8 pictures or frames, tokens -> text
     commit            an answer read in pieces moves on in its session
 
-`Lance` is the algorithm and needs no engine; `LancePipeline` is the same thing as vLLM loads it.
+`Lance` is the algorithm and needs no engine; vLLM loads `LancePipeline`, which owns one.
 Held by tests/model_executor/models/lance/test_lance_pipeline.py and tests/engine/test_lance.py.
 """
 
@@ -150,10 +150,6 @@ class Lance(nn.Module):
 
     def __init__(self, setup: LanceSetup) -> None:
         super().__init__()
-        self.build(setup)
-
-    def build(self, setup: LanceSetup) -> None:
-        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
         self.config, self.options, self.parallel = setup.config, setup.options, setup.parallel
         self.tokenizer = LanceTokenizer(setup.tokenizer, setup.config.special, setup.config.vocab_size)
         with default_dtype(setup.dtype):
@@ -366,8 +362,8 @@ class Lance(nn.Module):
         return meta, {"token_ids": torch.tensor(progress.tokens[reading.first_token :], dtype=torch.int64)}
 
 
-class LancePipeline(CheckpointPipeline[LanceLayout], Lance):
-    """`Lance` as vLLM's model loader builds and fills it."""
+class LancePipeline(CheckpointPipeline[LanceLayout]):
+    """Owns a `Lance`, which vLLM\'s model loader builds and fills through it."""
 
     @property
     def weights_sources(self) -> tuple[ComponentSource, ...]:
@@ -377,9 +373,9 @@ class LancePipeline(CheckpointPipeline[LanceLayout], Lance):
     def find_layout(self, path: Path) -> LanceLayout:
         return find_layout(path)
 
-    def build_served(self, served: ServedCheckpoint[LanceLayout]) -> None:
+    def build_model(self, served: ServedCheckpoint[LanceLayout]) -> Lance:
         values = served.hf_config.lance
-        self.build(
+        return Lance(
             LanceSetup.of(
                 values,
                 served.layout,

@@ -15,7 +15,7 @@ import torch
 from vllm_omni.model_executor.models.lance.context import ContextWriter, PlacedSegment, Visuals
 from vllm_omni.model_executor.models.lance.pack import BranchCache, PackBuilder
 from vllm_omni.model_executor.models.lance.sampling import TokenChoice
-from vllm_omni.model_executor.noise import noise_seed
+from vllm_omni.model_executor.schedules import noise_seed
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_omni.model_executor.device_async import StageTimer
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lance.config import EDIT_TASKS, LanceOptions
 from vllm_omni.model_executor.models.lance.context import Visuals, place
@@ -25,8 +26,7 @@ from vllm_omni.model_executor.models.lance.state import Answer
 from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.vae import LanceWanVAE, to_tokens
 from vllm_omni.model_executor.models.lance.vision import VisionTower, decoder_grid, to_patches
-from vllm_omni.model_executor.noise import noise_seed, standard_normal
-from vllm_omni.model_executor.stage_timer import StageTimer
+from vllm_omni.model_executor.schedules import noise_seed, standard_normal
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import nth_seed
 

@@ -20,8 +20,8 @@ from torch import nn
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.lance.config import FRAMES_PER_LATENT, LATENT_CHANNELS, PIXELS_PER_LATENT
 from vllm_omni.model_executor.models.wan.component_names import VAE_COMMON_RULES
-from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
 from vllm_omni.model_executor.models.wan.last_tap import use_last_taps
+from vllm_omni.model_executor.models.wan.vae_layers import use_cpu_layers
 
 # fmt: off
 _MEAN = (

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionRows, Axis, read_actions
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame

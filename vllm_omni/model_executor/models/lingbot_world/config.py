@@ -19,9 +19,9 @@ from vllm_omni.model_executor.models.wan.architecture import (
     RENAMED,
     REQUIRED,
     ChunkTransformerConfig,
+    LaterCondition,
     read_architecture,
 )
-from vllm_omni.model_executor.models.wan.components import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks

@@ -10,7 +10,7 @@
     frames = vae.decode(x0)                                  post_decode
     the session moves on                                     commit
 
-`LingBotWorld` is the algorithm and needs no engine; `LingBotWorldPipeline` is the same thing as vLLM loads it.
+`LingBotWorld` is the algorithm and needs no engine; vLLM loads `LingBotWorldPipeline`, which owns one.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
@@ -20,60 +20,103 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.host_copies import to_device
-from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, read_stream
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import adapter_target, load_transformer
 from vllm_omni.model_executor.models.lingbot_world.world_pose import world_features
-from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
-from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout, ConditionState
-from vllm_omni.model_executor.models.wan.image_world import ImageWorldModel
+from vllm_omni.model_executor.models.wan.chunk_setup import (
+    WanChunkSetup,
+    build_autoencoders,
+    build_image_encoder,
+    build_text_encoder,
+    load_parts,
+)
+from vllm_omni.model_executor.models.wan.image_condition import (
+    ConditionLayout,
+    ConditionState,
+    GreyCondition,
+    image_warmup,
+)
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.schedules import ChunkNoise
+from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.session import SessionShape, Windows
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
+from vllm_omni.worlds.served import ServedWorld
 
 Request = DiffusionRequest[LingBotSession, Chunk]
 
 
-class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, CheckpointLayout]):
+class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
+    """Everything a `LingBotWorld` is built from: of `hf_config(...)["lingbot_world"]`."""
+
+    read_stream = staticmethod(read_stream)
+
+    layout: CheckpointLayout
+
+    @property
+    def world(self) -> ServedWorld | None:
+        """The world that a `world` model's sessions have poses in, read from files. Raises ValueError."""
+        return ServedWorld.load(self.layout.root) if self.config.control_type == "world" else None
+
+
+class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = LingBotSession
+    session_windows = True
 
     config: LingBotWorldConfig
     options: LingBotOptions
 
-    def build(self, setup: WorldSetup) -> None:
-        choices = setup.options.choices
-        self._begin(setup)
+    def __init__(self, setup: WorldSetup) -> None:
+        super().__init__(setup)
+        choices, parallel = setup.options.choices, setup.parallel
         self.world = setup.world
         self.schedule = setup.options.denoise_schedule()
-        self._add_transformer(setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32")
+        self.text_encoder = build_text_encoder(setup)
+        self.image_encoder = build_image_encoder(setup)
+        self.transformer = build_transformer(setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32")
         # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
         frames_per_call = 1 if self.transformer.device.type == "cuda" else None
-        self._add_components(
+        self.vae, self.tiny_vae, self.decoder = build_autoencoders(
             setup,
-            encodes=setup.parallel.first_stage,
+            encodes=parallel.first_stage,
             frames_per_call=frames_per_call,
             continuation=choices.vae_continuation,
         )
-        self._add_condition(choices.later_condition)
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
+        self.condition: GreyCondition | None = None
+        """The conditioning on the start image; None on ranks that embed no patches."""
+        if parallel.first_stage:
+            self.condition = GreyCondition(self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames)
+        self._wants_tiny_vae = setup.wants_tiny_vae
 
-    def load_transformer(self, layout: CheckpointLayout) -> None:
-        load_transformer(self.transformer, layout.transformer, self.config)
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        def load() -> None:
+            load_transformer(self.transformer, layout.transformer, self.config)
+
+        load_parts(self, layout, load, self._wants_tiny_vae)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
+        shape = super().read_shape(params)
+        self.vae.check_height(shape.height)
+        return shape
 
     def window_nbytes(self, shape: SessionShape) -> int:
         return kv_window_nbytes(**self._window_sizes(shape))
@@ -81,16 +124,23 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
     def make_window(self, shape: SessionShape) -> Windows:
         return self.make_kv_window(shape)
 
-    def own_layout(self, shape: SessionShape) -> ConditionLayout | None:
-        return self.condition_layout(shape)
-
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
         network = self.transformer
         common = {"sink_frames": self.plan_of(shape).sink_frames, "device": network.device, "rings": network.rings}
         return KVWindow(**common, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        return {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan_of(shape).window_frames}
+        sizes = self.transformer.window_sizes(self.config.tokens_per_frame(shape.height, shape.width))
+        return {**sizes, "window_frames": self.plan_of(shape).window_frames, "storage": self.kv_dtype}
+
+    def own_layout(self, shape: SessionShape) -> ConditionLayout | None:
+        return None if self.condition is None else self.condition.state_layout(shape.height, shape.width)
+
+    def own_bytes(self, shape: SessionShape) -> int:
+        return 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
+
+    def warmup_inputs(self) -> list[Inputs]:
+        return image_warmup(self.omni, self.action_space)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
@@ -218,11 +268,11 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
         )
 
 
-class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout], LingBotWorld):
-    """`LingBotWorld` as vLLM's model loader builds and fills it."""
+class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
+    """Owns a `LingBotWorld`, which vLLM\'s model loader builds and fills through it."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)
 
-    def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        self.build(WorldSetup.served(served.hf_config.lingbot_world, served))
+    def build_model(self, served: ServedCheckpoint[CheckpointLayout]) -> LingBotWorld:
+        return LingBotWorld(WorldSetup.served(served.hf_config.lingbot_world, served))

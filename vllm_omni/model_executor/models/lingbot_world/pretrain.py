@@ -12,6 +12,7 @@ Everything else is `LingBotWorld`'s. Held by tests/model_executor/models/lingbot
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ import torch
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.window_set import WindowSet
-from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
-from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, LingBotWorldPipeline, Request
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, Request, WorldSetup
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow
-from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionShape
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
 STEPS = 40
 GUIDANCE = 5.0
@@ -89,8 +90,8 @@ class GuidedChunk(Chunk):
 class LingBotPretrain(LingBotWorld):
     """`LingBotWorld` whose every pass has two rows, and whose steps are a multi-step solver's."""
 
-    def build(self, setup: WorldSetup) -> None:
-        super().build(setup)
+    def __init__(self, setup: WorldSetup) -> None:
+        super().__init__(setup)
         self.shift = setup.options.resolved_shift
         solver = unipc(self.shift)
         timesteps = tuple(float(t) for t in solver.timesteps.tolist())
@@ -158,5 +159,11 @@ def _guided_chunk(request: Request) -> GuidedChunk:
     return request.work
 
 
-class LingBotPretrainPipeline(LingBotWorldPipeline, LingBotPretrain):
-    """`LingBotPretrain` as vLLM's model loader builds and fills it."""
+class LingBotPretrainPipeline(CheckpointPipeline[CheckpointLayout]):
+    """Owns a `LingBotPretrain`, which vLLM's model loader builds and fills through it."""
+
+    def find_layout(self, path: Path) -> CheckpointLayout:
+        return find_layout(path)
+
+    def build_model(self, served: ServedCheckpoint[CheckpointLayout]) -> LingBotPretrain:
+        return LingBotPretrain(WorldSetup.served(served.hf_config.lingbot_world, served))

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, WorldStart
-from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout
-from vllm_omni.model_executor.models.wan.image_world import ImageWorld, ImageWorldScalars, ImageWorldSession
+from vllm_omni.model_executor.models.wan.image_condition import ImageWorld, ImageWorldScalars, ImageWorldSession
 from vllm_omni.model_executor.streaming.session import StreamingChunk, Windows
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
@@ -40,7 +39,7 @@ class LingBotScalars(ImageWorldScalars, frozen=True, forbid_unknown_fields=True,
     knows_world: bool = False
 
 
-class LingBotSession(ImageWorldSession[Windows, World, ConditionLayout, LingBotScalars]):
+class LingBotSession(ImageWorldSession[Windows, World]):
     """A LingBot World session; `layouts.own` is the layout of the condition."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm_omni.model_executor.layers.attention import stack
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
-from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES
 from vllm_omni.model_executor.models.wan.architecture import WanConfig

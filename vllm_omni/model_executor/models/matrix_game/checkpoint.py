@@ -21,8 +21,8 @@ from torch import nn
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
+from vllm_omni.model_executor.models.wan.architecture import clip_tokens
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
-from vllm_omni.model_executor.models.wan.components import clip_tokens
 from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, Sizes
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource, open_tensors, read_json

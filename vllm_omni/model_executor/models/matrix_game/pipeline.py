@@ -11,16 +11,17 @@
     frames = vae.decode(x0)                                  post_decode
     the session moves on                                     commit
 
-`MatrixGame` is the algorithm and needs no engine; `MatrixGamePipeline` is the same thing as vLLM loads it.
+`MatrixGame` is the algorithm and needs no engine; vLLM loads `MatrixGamePipeline`, which owns one.
 Held by tests/model_executor/models/matrix_game/test_matrix_game_pipeline.py.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.matrix_game.checkpoint import (
@@ -40,12 +41,20 @@ from vllm_omni.model_executor.models.matrix_game.state import (
     action_windows,
 )
 from vllm_omni.model_executor.models.matrix_game.transformer import ActionRow, MatrixGameTransformer
-from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
-from vllm_omni.model_executor.models.wan.image_condition import ConditionState
-from vllm_omni.model_executor.models.wan.image_world import ImageWorldModel
+from vllm_omni.model_executor.models.wan.chunk_setup import (
+    WanChunkSetup,
+    build_autoencoders,
+    build_image_encoder,
+    build_text_encoder,
+    load_parts,
+)
+from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition, image_warmup
 from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.pictures import cut_image
-from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.vae import Rounding
+from vllm_omni.model_executor.schedules import ChunkNoise
+from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_action_rows, read_played
 from vllm_omni.model_executor.streaming.session import SessionShape
@@ -54,35 +63,53 @@ from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckp
 Request = DiffusionRequest[MatrixGameSession, Chunk]
 
 
-class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions, CheckpointLayout]):
+class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions]):
     """Everything a `MatrixGame` is built from: of `hf_config(...)["matrix_game"]`."""
 
     read_stream = staticmethod(read_stream)
 
+    layout: CheckpointLayout
 
-class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, CheckpointLayout]):
+
+class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = MatrixGameSession
-    rounding = "truncate"
+    session_windows = True
+    rounding: ClassVar[Rounding] = "truncate"
+    """Of pixels to uint8 levels, as the original does it."""
 
     config: MatrixGameConfig
 
-    def build(self, setup: MatrixGameSetup) -> None:
-        self._begin(setup)
+    def __init__(self, setup: MatrixGameSetup) -> None:
+        super().__init__(setup)
+        first_stage = setup.parallel.first_stage
         self.action_space = setup.config.variant.space
         self.schedule = schedule_of(setup.config.variant)
-        self._add_transformer(setup, MatrixGameTransformer)
-        self._add_components(setup, encodes=setup.parallel.first_stage)
-        self._add_condition()
+        self.text_encoder = build_text_encoder(setup)
+        self.image_encoder = build_image_encoder(setup)
+        self.transformer = build_transformer(setup, MatrixGameTransformer)
+        self.vae, self.tiny_vae, self.decoder = build_autoencoders(setup, encodes=first_stage, rounding=self.rounding)
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
+        self.condition = GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames) if first_stage else None
+        """The conditioning on the start image; None on ranks that embed no patches."""
+        self._wants_tiny_vae = setup.wants_tiny_vae
 
-    def load_transformer(self, layout: CheckpointLayout) -> None:
-        load_transformer(self.transformer, layout.open_transformer(), self.config)
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        def load() -> None:
+            load_transformer(self.transformer, layout.open_transformer(), self.config)
+
+        load_parts(self, layout, load, self._wants_tiny_vae)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
+        shape = super().read_shape(params)
+        self.vae.check_height(shape.height)
+        return shape
 
     def window_nbytes(self, shape: SessionShape) -> int:
         return sum(kv_window_nbytes(**sizes) for sizes in self._window_sizes(shape).values())
@@ -95,7 +122,8 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, dict[str, Any]]:
         config, parallel, heads = self.config, self.parallel, self.config.action_heads
-        trunk = {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan_of(shape).window_frames}
+        sizes = self.transformer.window_sizes(self.config.tokens_per_frame(shape.height, shape.width))
+        trunk = {**sizes, "window_frames": self.plan_of(shape).window_frames, "storage": self.kv_dtype}
         action = {**trunk, "num_layers": len(self.transformer.action_blocks())}
         mouse = {**action, "num_heads": heads // parallel.size, "head_dim": config.mouse_width // heads}
         keyboard = {**action, "num_heads": heads // parallel.tensor_size, "head_dim": config.keyboard_width // heads}
@@ -108,10 +136,15 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
         if self.image_encoder is not None:
             image = ((config.text_len, config.text_dim), self.transformer.dtype)
         actions = (config.action_rows - VAE_TEMPORAL + 1, config.keyboard_dim + config.mouse_dim)
-        return WorldLayout(actions, image, self.condition_layout(shape))
+        condition = None if self.condition is None else self.condition.state_layout(shape.height, shape.width)
+        return WorldLayout(actions, image, condition)
 
     def own_bytes(self, shape: SessionShape) -> int:
-        return super().own_bytes(shape) + self.own_layout(shape).nbytes
+        condition = 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
+        return condition + self.own_layout(shape).nbytes
+
+    def warmup_inputs(self) -> list[Inputs]:
+        return image_warmup(self.omni, self.action_space)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
@@ -203,11 +236,11 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
         return [row]
 
 
-class MatrixGamePipeline(CheckpointPipeline[CheckpointLayout], MatrixGame):
-    """`MatrixGame` as vLLM's model loader builds and fills it."""
+class MatrixGamePipeline(CheckpointPipeline[CheckpointLayout]):
+    """Owns a `MatrixGame`, which vLLM\'s model loader builds and fills through it."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)
 
-    def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        self.build(MatrixGameSetup.served(served.hf_config.matrix_game, served))
+    def build_model(self, served: ServedCheckpoint[CheckpointLayout]) -> MatrixGame:
+        return MatrixGame(MatrixGameSetup.served(served.hf_config.matrix_game, served))

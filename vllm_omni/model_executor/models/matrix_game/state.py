@@ -12,7 +12,7 @@ test_matrix_game_actions.py.
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 
@@ -21,8 +21,12 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.kv_format import KVPlace
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.matrix_game.config import Variant
-from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout
-from vllm_omni.model_executor.models.wan.image_world import ImageWorld, ImageWorldScalars, ImageWorldSession
+from vllm_omni.model_executor.models.wan.image_condition import (
+    ConditionLayout,
+    ImageWorld,
+    ImageWorldScalars,
+    ImageWorldSession,
+)
 from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.session import StreamingChunk
 from vllm_omni.saved_tensors import SavedTensors
@@ -98,14 +102,12 @@ class WorldLayout:
         return rows + math.prod(self.actions) * torch.float32.itemsize
 
 
-class MatrixGameSession(ImageWorldSession[ActionWindows, World, WorldLayout, ImageWorldScalars]):
+class MatrixGameSession(ImageWorldSession[ActionWindows, World]):
     """A Matrix-Game session; `layouts.own` is always there."""
-
-    scalars_type: ClassVar[type[ImageWorldScalars]] = ImageWorldScalars
 
     def restore_own(self, kept: ImageWorldScalars, saved: SavedTensors, device: torch.device) -> World:
         layout, image = self.layouts.own, None
-        assert layout is not None
+        assert isinstance(layout, WorldLayout)
         condition = self.restore_condition(layout.condition, kept, saved, device)
         if layout.image is not None:
             shape, dtype = layout.image

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.layers.attention import stack
 from vllm_omni.model_executor.layers.head_trade import heads_to_tokens, tokens_to_heads
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, StackedLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import apply_rope, axis_tables
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
-from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows
 from vllm_omni.model_executor.models.wan.chains import Chains

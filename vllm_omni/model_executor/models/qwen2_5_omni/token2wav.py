@@ -30,8 +30,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     Token2WavModelOptions,
     Token2WavRequestOptions,
 )
-from vllm_omni.model_executor.noise import standard_normal
 from vllm_omni.model_executor.one_shot import OneShotSession
+from vllm_omni.model_executor.schedules import standard_normal
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
 

@@ -17,9 +17,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from vllm_omni.model_executor.checkpoint_quantization import quantization_of
-from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
+from vllm_omni.model_executor.models.wan.architecture import (
+    CLIP_HEAD_DIM,
+    CLIP_VIT_H,
+    UMT5_XXL,
+    ChunkTransformerConfig,
+    VAEConfig,
+    clip_tokens,
+)
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, TEXT_RULES, VAE_RULES
-from vllm_omni.model_executor.models.wan.components import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig, clip_tokens
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource, confined, open_tensors, read_json
 from vllm_omni.model_executor.weights import Rules, check_shapes, rename
 

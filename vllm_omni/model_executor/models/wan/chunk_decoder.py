@@ -25,7 +25,7 @@ import torch
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.taehv import REACH
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
-from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
+from vllm_omni.model_executor.models.wan.vae import CacheLayout, Rounding, StreamingWanVAE, VAECache, to_uint8
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
 
@@ -106,7 +106,8 @@ class DecoderLayout:
 class ChunkDecoder:
     """Decodes one chunk after another. Owns no session; `main` needs its decoder.
 
-    main: decodes all chunks but those that are asked of `tiny`, if that is there. continuation: of `main`, see above.
+    main: decodes all chunks but those that are asked of `tiny`, if that is there. rounding: of pixels to uint8 levels.
+    continuation: of `main`, see above.
     largest_cells: latent cells of a frame of the largest stream. No more are decoded together than one of these has, or
     as many of these as fit `_JOINED_CELLS`: warm-up counts the memory of both.
     """
@@ -116,12 +117,14 @@ class ChunkDecoder:
         main: StreamingWanVAE | TinyVAEDecoder,
         tiny: TinyVAEDecoder | None = None,
         *,
+        rounding: Rounding = "round",
         continuation: Literal["cache", "restart"] = "cache",
         largest_cells: int = _JOINED_CELLS,
     ) -> None:
         self.main = main
         self._joined_cells = min(_JOINED_CELLS, largest_cells * max(1, _JOINED_CELLS // largest_cells))
         self.tiny = tiny
+        self._rounding = rounding
         self._restarts = continuation == "restart"
         self._num_kept = max(RESTART_LATENTS if self._restarts else 0, REACH if tiny is not None else 0)
 
@@ -153,7 +156,24 @@ class ChunkDecoder:
             cache = None
         return pixels, DecoderState(cache, self._newest(newest, latents_1CFhw), tiny)
 
-    def takes_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
+    def decode_frames(
+        self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: DecoderState | None, *, tiny: bool = False
+    ) -> tuple[torch.Tensor | None, DecoderState]:
+        """`decode`, as uint8 frames [T, H, W, 3]; None on the ranks that decode further bands of rows."""
+        pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
+        frames = to_uint8(pixels, self._rounding)
+        if tiny or not isinstance(self.main, StreamingWanVAE) or self.main.bands is None:
+            return frames, state
+        return self.main.bands.join_frames(frames), state
+
+    def decode_frames_together(
+        self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
+    ) -> list[tuple[torch.Tensor, DecoderState]]:
+        """`decode_together`, as uint8 frames [T, H, W, 3]."""
+        decoded = self.decode_together([latents.unsqueeze(0) for latents in latents_CFhw], before)
+        return [(to_uint8(pixels, self._rounding), state) for pixels, state in decoded]
+
+    def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
         """How many chunks like this one behind `before` are decoded together at most (`decode_together`); 1 = alone."""
         if before is None or before.cache is None or before.tiny or not isinstance(self.main, StreamingWanVAE):
             return 1
@@ -163,7 +183,7 @@ class ChunkDecoder:
     def decode_together(
         self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
     ) -> list[tuple[torch.Tensor, DecoderState]]:
-        """`decode` by `main` for each of several streams (`takes_streams`), equal within float tolerance."""
+        """`decode` by `main` for each of several streams (`most_streams`), equal within float tolerance."""
         cache = VAECache.joined([state.cache for state in before if state.cache is not None])
         pixels_B3THW, cache = self.main.decode(torch.cat(list(latents_1CFhw)), cache)
         return [

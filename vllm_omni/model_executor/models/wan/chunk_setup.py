@@ -1,36 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WanChunkSetup`: the setup of a pipeline with Wan 2.1's frozen components; a family adds its own.
+"""Wan 2.1's frozen components as parts of a streaming model: what they are built from, how they are built and loaded.
 
-Of weights it reads only the tiny decoder's widths, and it asks the device only whether it is there. Held by
-tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+A model that uses them has the attributes of `WanParts`. Of all weights, `WanChunkSetup` reads only the widths of the
+tiny decoder.
+Tests: the pipeline tests of causal Wan and LingBot World.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
+from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig, VAEConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
-from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.fused_decoder import fused_decoder
+from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split
-from vllm_omni.model_executor.models.wan.tiny_vae import tiny_vae_channels
+from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder, text_encoder_of
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted, tiny_vae_channels
+from vllm_omni.model_executor.models.wan.vae import Rounding, StreamingWanVAE
+from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 from vllm_omni.model_executor.streaming.stream import Stream
 
 Config = TypeVar("Config", bound=ChunkTransformerConfig)
 Options = TypeVar("Options", bound=StreamingOptions)
-Layout = TypeVar("Layout", bound=WanComponents)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanChunkSetup(StreamingSetup[Config, Options, Layout], Generic[Config, Options, Layout]):
-    """text_config, image_config: of the encoders for cross-attention; empty without one."""
+class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
+    """The setup of a pipeline with Wan 2.1's frozen components; a family adds its own fields."""
 
     vae_config: VAEConfig
     text_config: Mapping[str, Any] = field(default_factory=dict)
+    """Of the text encoder; empty without one."""
     image_config: Mapping[str, Any] = field(default_factory=dict)
+    """Of the image encoder for cross-attention; empty without one."""
 
     @classmethod
     def own_fields(
@@ -52,3 +62,110 @@ class WanChunkSetup(StreamingSetup[Config, Options, Layout], Generic[Config, Opt
     def tiny_vae_channels(self) -> tuple[int, ...] | None:
         """Widths of the tiny decoder, read off its file; None = nothing uses it. Raises ValueError."""
         return None if self.wants_tiny_vae is None else tiny_vae_channels(self.layout.tiny_vae)
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+class WanParts(Protocol):
+    """Attributes of a model with these components."""
+
+    text_encoder: TextEncoder | AwaitedText | None
+    """None on a VAE stage, and of a model that takes no prompts."""
+    image_encoder: ImageEncoder | None
+    """None on a VAE stage, and of a model that takes no images for cross-attention."""
+    vae: StreamingWanVAE
+    tiny_vae: TinyVAEDecoder | None
+    transformer: Any
+    prompts: SharedPrompts
+
+
+class Autoencoders(NamedTuple):
+    """The part of a model between latents and pixels."""
+
+    vae: StreamingWanVAE
+    tiny_vae: TinyVAEDecoder | None
+    decoder: ChunkDecoder | None
+    """None on a rank that does not decode."""
+
+
+def build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedText | None:
+    """Build the text encoder, or the part that receives its results on other ranks."""
+    return text_encoder_of(
+        setup.parallel,
+        setup.text_config,
+        setup.layout.tokenizer,
+        max_tokens=setup.config.text_len,
+        device=setup.options.text_encoder_device,
+        dtype=setup.dtype,
+        cuda_graphs=setup.text_graphs,
+    )
+
+
+def build_image_encoder(setup: WanChunkSetup[Any, Any]) -> ImageEncoder | None:
+    """Build the encoder of images for cross-attention, if the model has one and this rank holds layers."""
+    if not setup.image_config or setup.parallel.is_vae_stage:
+        return None
+    options: StreamingOptions = setup.options
+    return ImageEncoder(setup.image_config, device=options.text_encoder_device or "model", dtype=setup.dtype)
+
+
+def build_autoencoders(
+    setup: WanChunkSetup[Any, Any],
+    *,
+    encodes: bool,
+    rounding: Rounding = "round",
+    frames_per_call: int | None = None,
+    continuation: Literal["cache", "restart"] = "cache",
+) -> Autoencoders:
+    """Build the VAE, the tiny decoder if an option needs it, and the decoder of chunks.
+
+    Args:
+        setup: Of the model.
+        encodes: Whether this rank has the VAE's encoder.
+        rounding: Of pixels to uint8 levels, as the original does it.
+        frames_per_call: See `StreamingWanVAE`.
+        continuation: See `ChunkDecoder`.
+    """
+    dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
+    bands = RowBands.of(setup.parallel)
+    vae = StreamingWanVAE(
+        setup.vae_config,
+        encoder=encodes,
+        decoder=decodes and setup.options.decoder == "wan",
+        dtype=dtype,
+        compiled=setup.compiled,
+        frames_per_call=frames_per_call,
+        bands=bands,
+        fuse=partial(fused_decoder, cuda_graphs=setup.cuda_graphs and bands is not None),
+    )
+    channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
+    tiny = TinyVAEDecoder(channels, dtype=dtype) if decodes and channels is not None else None
+    if not decodes:
+        return Autoencoders(vae, tiny, None)
+    if tiny is not None and setup.options.decoder == "tiny":
+        return Autoencoders(vae, tiny, ChunkDecoder(tiny, rounding=rounding))
+    height, width = setup.config.latent_size(setup.omni.height, setup.omni.width)
+    decoder = ChunkDecoder(vae, tiny, rounding=rounding, continuation=continuation, largest_cells=height * width)
+    return Autoencoders(vae, tiny, decoder)
+
+
+def load_parts(
+    model: WanParts, layout: WanComponents, load_transformer: Callable[[], None], wants_tiny_vae: str | None
+) -> None:
+    """Fill every parameter that this rank has, strictly.
+
+    Args:
+        model: Its parts are filled, and what it has computed from earlier weights is evicted.
+        layout: Where the components of the checkpoint are.
+        load_transformer: Loads this rank's part of the transformer.
+        wants_tiny_vae: `WanChunkSetup.wants_tiny_vae`.
+
+    Raises:
+        ValueError: A component is missing or does not fit.
+    """
+    vae = model.vae if model.vae.has_encoder or model.vae.has_decoder else None
+    load_pieces(layout, load_transformer, vae, model.text_encoder, model.image_encoder)
+    load_wanted(model.tiny_vae, layout, wants_tiny_vae)
+    model.transformer.forget()
+    model.prompts.forget()

@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from vllm_omni.model_executor.layers.attention import stack
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
-from vllm_omni.model_executor.layers.head_exchange import KVView
+from vllm_omni.model_executor.layers.kv_cache import KVView
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.lora.active import addresses_key, weights_key
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import Head, embed_time, unpatchify
@@ -108,6 +108,16 @@ class ChunkTransformer(WanTransformer[Config]):
 
     def _add_layers(self) -> None:
         """Make a family's layers beside the blocks."""
+
+    def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
+        """Return the arguments of this rank's `KVWindow`s except their frames and storage."""
+        return {
+            "num_layers": self.num_local_layers,
+            "tokens_per_frame": tokens_per_frame,
+            "num_heads": self.num_cache_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.dtype,
+        }
 
     def forget(self) -> None:
         super().forget()

@@ -31,12 +31,11 @@ from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.stacked_frames import (
     Activation,
     Layout,
-    folded,
     subpixel,
     sum_of_taps,
     taps_as_channels,
 )
-from vllm_omni.model_executor.models.wan.streamed_layers import StreamedUpsample
+from vllm_omni.model_executor.models.wan.vae_layers import StreamedUpsample, folded
 
 
 def fused_decoder(decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = False) -> "FusedDecoder | None":

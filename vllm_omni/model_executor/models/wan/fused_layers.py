@@ -28,8 +28,8 @@ from vllm_omni.model_executor.models.wan.stacked_frames import (
     Activation,
     Layout,
     StackFrames,
-    fold_memory,
 )
+from vllm_omni.model_executor.models.wan.vae_layers import fold_memory
 from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES
 
 

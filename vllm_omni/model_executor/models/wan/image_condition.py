@@ -5,20 +5,32 @@ The original encodes image and grey frames as one clip; here the causal encoder 
 the same bits without knowing the length in advance. After the image the encoder settles: once a latent frame differs
 from the one before it by no more than `_SETTLED`, it stands for all later ones and the encoder is not run again. Other
 implementations stop encoding earlier, or begin afresh: `components.LaterCondition`.
+
+`GreyCondition` is the part of a model that makes it, on the first pipeline stage, which embeds patches. Each session
+of that stage holds the state of its condition (`ImageWorld`, `ImageWorldSession`); a family adds its own state.
 Held by tests/model_executor/models/wan/test_image_condition.py and
 tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
+import msgspec
 import torch
 
-from vllm_omni.model_executor.host_copies import Arriving
-from vllm_omni.model_executor.models.wan.components import LaterCondition
+from vllm_omni.actions import ActionSpace
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.device_async import Arriving
+from vllm_omni.model_executor.interfaces import Inputs
+from vllm_omni.model_executor.models.wan.architecture import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
+from vllm_omni.model_executor.streaming.session import SessionScalars, StreamingSession, Window
+from vllm_omni.outputs import RequestFailed
 from vllm_omni.saved_tensors import SavedTensors
 
 MASK_CHANNELS = 4
@@ -226,3 +238,67 @@ class GreyCondition:
         """Return grey video frames that encode to so many latent frames; with one more in front if they are a clip."""
         frames = int(first) + num_latents * self.vae.config.temporal_factor
         return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
+
+
+# -- sessions that start with an image ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageWorld:
+    """Where a session's condition stands. Immutable. condition: None on ranks that embed no patches."""
+
+    condition: ConditionState | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        kept: Mapping[str, torch.Tensor] = {} if self.condition is None else self.condition.resolved().tensors()
+        return {f"condition.{name}": tensor for name, tensor in kept.items()}
+
+    def to(self, device: torch.device | str) -> Self:
+        return self if self.condition is None else replace(self, condition=self.condition.resolved().to(device))
+
+
+class ImageWorldScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The result of `ImageWorldSession.scalars`, as read from a file."""
+
+    condition_settled: bool | None
+    condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+World = TypeVar("World", bound=ImageWorld)
+
+
+class ImageWorldSession(StreamingSession[Window, World], Generic[Window, World]):
+    """A session that starts with an image; its `own` is the family's `ImageWorld`."""
+
+    scalars_type: ClassVar[type[ImageWorldScalars]] = ImageWorldScalars
+
+    @property
+    def condition(self) -> ConditionState | None:
+        return None if self.own is None else self.own.condition
+
+    def own_scalars(self) -> dict[str, Any]:
+        condition = None if self.condition is None else self.condition.resolved()
+        return {
+            "condition_settled": None if condition is None else condition.settled,
+            "condition_encoded": 1 if condition is None else condition.num_encoded,
+        }
+
+    def restore_condition(
+        self, layout: ConditionLayout | None, kept: ImageWorldScalars, saved: SavedTensors, device: torch.device
+    ) -> ConditionState | None:
+        """Take the condition out of a snapshot. layout: None = this rank has none. Raises `RequestFailed`."""
+        settled = kept.condition_settled
+        if (layout is None) != (settled is None) or kept.condition_encoded > kept.committed_frames:
+            raise RequestFailed("invalid_snapshot", "the snapshot's frames and condition do not fit together")
+        if layout is None or settled is None:
+            return None
+        part = saved.under("condition.")
+        return layout.restore(part, device, settled=settled, num_encoded=kept.condition_encoded)
+
+
+def image_warmup(omni: OmniConfig, space: ActionSpace) -> list[Inputs]:
+    """Return a first and a later chunk of the largest size: a later one decodes more frames."""
+    image = torch.zeros(omni.height, omni.width, 3, dtype=torch.uint8)
+    prompt = None if space.prompt == "none" else "warm-up"
+    first = DiffusionParams(session_id="warm-up", prompt=prompt, actions=[])
+    return [(first, {"image": image}), (msgspec.structs.replace(first, prompt=None), {})]

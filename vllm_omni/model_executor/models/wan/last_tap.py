@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
+from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 
 
 class LastTapConv3d(WanCausalConv3d):

@@ -20,13 +20,12 @@ from torch.func import functional_call
 from torch.nn import functional
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
-from vllm_omni.model_executor.layers.attention import cross_attention
-from vllm_omni.model_executor.layers.head_exchange import HeadExchange, WindowRow
+from vllm_omni.model_executor.layers.attention import cross_attention, stack
+from vllm_omni.model_executor.layers.kv_cache import WindowAttention, WindowRow
 from vllm_omni.model_executor.layers.kv_format import KVPlace
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ChannelWeight, ParallelContext
 from vllm_omni.model_executor.layers.rounded_input import Input, rounded
-from vllm_omni.model_executor.layers.rows import stack
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 
@@ -76,7 +75,7 @@ class SelfAttention(nn.Module):
         rows: Sequence[AttentionRow],
         rope: tuple[torch.Tensor, torch.Tensor],
         layer: int,
-        exchange: HeadExchange,
+        exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from vllm_omni.model_executor.layers.forward_graphs import between_graphs, kept_buffer, kept_copy
 from vllm_omni.model_executor.layers.parallel import ParallelContext, split_evenly
-from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
+from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 from vllm_omni.outputs import RequestFailed, empty_result
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -174,12 +174,6 @@ class BandAttention(WanAttentionBlock):
         seen = functional.scaled_dot_product_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
         seen = seen.squeeze(1).transpose(1, 2).reshape(batch * time, channels, rows, width)
         return x + self.proj(seen).view(batch, time, channels, rows, width).transpose(1, 2)
-
-
-def whole_frames(frames_THWC: torch.Tensor, bands: RowBands | None) -> dict[str, torch.Tensor]:
-    """A decode's result tensors; in bands, empty on all ranks but the first."""
-    whole = frames_THWC if bands is None else bands.join_frames(frames_THWC)
-    return {} if whole is None else {"frames": whole}
 
 
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:

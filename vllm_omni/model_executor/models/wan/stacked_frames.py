@@ -188,13 +188,3 @@ def sum_of_taps(of_taps_BTHWX: torch.Tensor, bias_O: torch.Tensor) -> torch.Tens
     for tap in range(3):
         total = total + of_taps_BTHWX[:, tap : tap + frames, ..., tap * channels : (tap + 1) * channels]
     return total.to(of_taps_BTHWX.dtype)
-
-
-def fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """The same tensor with its memory in the order O, H, W, T, C: channels-last for the 2-D convolution."""
-    return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
-
-
-def folded(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """[O, T C, H, W]: a view of a weight with `fold_memory`, a copy of others."""
-    return weight_OCTHW.transpose(1, 2).flatten(1, 2)

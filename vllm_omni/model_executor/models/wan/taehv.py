@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.layers.rows import in_words
+from vllm_omni.model_executor.layers.attention import in_words
 from vllm_omni.model_executor.models.wan.vae import VAECache, lay_channels_last
 from vllm_omni.model_executor.tensor_files import open_tensors
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES

@@ -24,15 +24,15 @@ from torch.nn import functional
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.offloader import get_offloader
 
-from vllm_omni.model_executor.host_copies import to_device
-from vllm_omni.model_executor.layers.head_exchange import HeadExchange, head_exchange
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.layers.attention import stack
+from vllm_omni.model_executor.layers.head_exchange import head_exchange
+from vllm_omni.model_executor.layers.kv_cache import WindowAttention
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, gelu_of
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.parallel import ParallelContext, StageNetwork
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
-from vllm_omni.model_executor.layers.rows import stack
-from vllm_omni.model_executor.layers.stage import StageNetwork
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import (
@@ -140,7 +140,7 @@ class Block(nn.Module):
         rows: Sequence[WanRow],
         time: Any,
         rope: tuple[torch.Tensor, torch.Tensor],
-        exchange: HeadExchange,
+        exchange: WindowAttention,
         write_only: bool,
     ) -> tuple[torch.Tensor, Update | None]:
         """One block, from the residual stream and its last update to the same.
@@ -302,7 +302,9 @@ class WanTransformer(StageNetwork, Generic[Config]):
         else:
             x = hidden_BTD
         rope = (stack([row.rope[0] for row in rows]), stack([row.rope[1] for row in rows]))
-        exchange = head_exchange(self.parallel, rows, num_tokens)
+        exchange = WindowAttention()
+        if self.parallel.sequence_parallel:
+            exchange = head_exchange(self.parallel, rows, num_tokens)
         last = self.num_local_layers - 1
         update = None
         for block in self._blocks():

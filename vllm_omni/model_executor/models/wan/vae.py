@@ -27,12 +27,11 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from vllm_omni.model_executor.models.wan.components import VAEConfig
-from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
 from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fused_encoder
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
-from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
+from vllm_omni.model_executor.models.wan.vae_layers import cached_convolution, stream_upsamplers, use_cpu_layers
 from vllm_omni.outputs import empty_result
 from vllm_omni.saved_tensors import CHANNELS_LAST, SavedTensors
 
@@ -123,7 +122,7 @@ class StreamingWanVAE(nn.Module):
     None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
     bands: this rank decodes its band of rows only, together with the other ranks (`split_decode`); None = all rows.
     fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None for the plain one. fuse_encoder: likewise.
-    Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`cpu_layers`).
+    Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`vae_layers`).
     """
 
     latents_mean: torch.Tensor

@@ -16,8 +16,8 @@ from vllm_omni.model_executor.tensor_files import AdaptedSource, Shape, open_ten
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 if TYPE_CHECKING:
+    from vllm_omni.model_executor.models.wan.architecture import VAEConfig
     from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
-    from vllm_omni.model_executor.models.wan.components import VAEConfig
     from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
     from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE

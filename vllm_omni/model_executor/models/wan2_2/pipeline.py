@@ -17,7 +17,7 @@ fed timestep 0.
 Requests at different steps share a forward if size and expert are the same (`batch_key`). Noise is diffusers' own draw
 on the CPU, so the same seed gives the same video there.
 
-`Wan22` is the algorithm and needs no engine; `Wan22Pipeline` is the same thing as vLLM loads it.
+`Wan22` is the algorithm and needs no engine; vLLM loads `Wan22Pipeline`, which owns one.
 Held by tests/model_executor/models/wan2_2/test_wan22_parity.py and test_wan22_pipeline.py.
 """
 
@@ -161,10 +161,6 @@ class Wan22(nn.Module):
 
     def __init__(self, setup: Wan22Setup) -> None:
         super().__init__()
-        self.build(setup)
-
-    def build(self, setup: Wan22Setup) -> None:
-        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
         self.config, self.checkpoint = setup.config, setup.checkpoint
         self.options, self.omni = setup.options, setup.omni
         self.scheduler_values = setup.scheduler
@@ -443,15 +439,15 @@ class Wan22(nn.Module):
         return torch.cat((mask, latents))
 
 
-class Wan22Pipeline(CheckpointPipeline[Wan22Layout], Wan22):
-    """`Wan22` as vLLM's model loader builds and fills it."""
+class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
+    """Owns a `Wan22`, which vLLM\'s model loader builds and fills through it."""
 
     def find_layout(self, path: Path) -> Wan22Layout:
         return find_layout(path)
 
-    def build_served(self, served: ServedCheckpoint[Wan22Layout]) -> None:
+    def build_model(self, served: ServedCheckpoint[Wan22Layout]) -> Wan22:
         values = served.hf_config.wan2_2
-        self.build(
+        return Wan22(
             Wan22Setup.of(
                 values,
                 served.layout.tokenizer,

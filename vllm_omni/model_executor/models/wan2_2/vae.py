@@ -14,7 +14,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import nn
 
-from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
+from vllm_omni.model_executor.models.wan.vae_layers import use_cpu_layers
 from vllm_omni.model_executor.models.wan2_2.checkpoint import check_vae_keys
 
 

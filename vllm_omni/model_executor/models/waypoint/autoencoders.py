@@ -34,11 +34,27 @@ class Codec(nn.Module):
         """uint8 of any size, on the codec's device -> its latent, fp32 [C, h, w], at a stream's start."""
         raise NotImplementedError
 
-    def decode_frames(
+    def decode_latent(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
         """The latent of one frame, T = 1 -> (uint8 [frames, *size, 3], the next memory). memory: None = a start."""
         raise NotImplementedError
+
+    def decode_frames(
+        self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: VAECache | None, *, tiny: bool = False
+    ) -> tuple[torch.Tensor, VAECache | None]:
+        """`decode_latent`, of the only decoder that there is."""
+        assert not tiny
+        return self.decode_latent(latents_CFhw, size, before)
+
+    def most_streams(self, before: VAECache | None, latents_CFhw: torch.Tensor) -> int:
+        """Return 1: each chunk is decoded alone."""
+        return 1
+
+    def decode_frames_together(
+        self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[VAECache | None]
+    ) -> list[tuple[torch.Tensor, VAECache | None]]:
+        raise NotImplementedError("each chunk is decoded alone (`most_streams`)")
 
     def state_layout(self, height: int, width: int) -> CacheLayout | None:
         return self.layout
@@ -70,7 +86,7 @@ class StreamingTAEHV(TAEHV, Codec):
         frames = to_codec(image_HWC.unsqueeze(0), self.size, self.dtype).expand(FRAMES_PER_LATENT, -1, -1, -1)
         return self.encode(frames, None)[0][0].float()
 
-    def decode_frames(
+    def decode_latent(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
         frames, kept = self.decode(latent_CThw.transpose(0, 1), memory)
@@ -233,7 +249,7 @@ class ImageCodec(Codec):
         latent: torch.Tensor = self.encoder(image_HWC.unsqueeze(0))[0]
         return latent.float()
 
-    def decode_frames(
+    def decode_latent(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
         return image_to_uint8(self.decoder(latent_CThw.transpose(0, 1).to(self.dtype), size)), None

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.wan.architecture import UMT5_XXL
 from vllm_omni.model_executor.models.wan.checkpoint import StoredShapes, checked_text, engine_fields, stated_text
-from vllm_omni.model_executor.models.wan.components import UMT5_XXL
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.tensor_files import (
     AdaptedSource,

@@ -11,22 +11,22 @@
     frames = codec.decode(x)                                           post_decode
     the session moves on                                               commit
 
-`Waypoint` is the algorithm and needs no engine; `WaypointPipeline` is the same thing as vLLM loads it.
+`Waypoint` is the algorithm and needs no engine; vLLM loads `WaypointPipeline`, which owns one.
 Held by tests/model_executor/models/waypoint/test_waypoint_pipeline.py.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.host_copies import to_device
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.text_encoder import text_encoder_of
 from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
@@ -42,11 +42,10 @@ from vllm_omni.model_executor.models.waypoint.config import (
 )
 from vllm_omni.model_executor.models.waypoint.state import Chunk, FrameRings, WaypointSession
 from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
-from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.schedules import EulerSchedule
-from vllm_omni.model_executor.streaming.model import StreamingModel
+from vllm_omni.model_executor.schedules import ChunkNoise, EulerSchedule
+from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.request import read_latent_rows, read_played, read_size
+from vllm_omni.model_executor.streaming.request import read_latent_rows, read_played
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
@@ -55,11 +54,12 @@ Request = DiffusionRequest[WaypointSession, Chunk]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions, CheckpointLayout]):
+class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions]):
     """codec: the autoencoder's arguments. text_config: `UMT5Config` values, {} without prompts."""
 
     read_stream = staticmethod(read_stream)
 
+    layout: CheckpointLayout
     codec: Mapping[str, Any]
     text_config: Mapping[str, Any]
 
@@ -68,7 +68,7 @@ class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions, CheckpointL
         return {"codec": checkpoint["codec"], "text_config": checkpoint["umt5"]}
 
 
-class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
+class Waypoint(StreamingModel[WaypointSession, Chunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = WaypointSession
@@ -76,13 +76,8 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     config: WaypointConfig
 
     def __init__(self, setup: WaypointSetup) -> None:
-        super().__init__()
-        self.build(setup)
-
-    def build(self, setup: WaypointSetup) -> None:
-        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
-        self._begin(setup)
-        self._add_transformer(setup, WaypointTransformer)
+        super().__init__(setup)
+        self.transformer = build_transformer(setup, WaypointTransformer)
         self.action_space = action_space(setup.config)
         self.schedule = EulerSchedule(setup.config.scheduler_sigmas, setup.dtype)
         self.prompts = SharedPrompts(self._prompt_kv)
@@ -108,9 +103,6 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         self.prompts.forget()
 
     # -- sessions ------------------------------------------------------------------------------------------------------
-
-    def read_shape(self, params: DiffusionParams) -> SessionShape:
-        return SessionShape(*read_size(params, self.config, self.omni), params.output)
 
     def window_nbytes(self, shape: SessionShape) -> int:
         return self._rings(device="meta").nbytes
@@ -171,17 +163,12 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        rows: list[FrameRow] = []
         for request in batch:
-            if request.work.terms is None:
-                self._begin_chunk(request.work)
-        prediction: torch.Tensor = self.transformer([self._row(request) for request in batch], hidden)
+            self.begin_step(request)
+            rows += self.rows(request)
+        prediction: torch.Tensor = self.transformer(rows, hidden)
         return prediction.unsqueeze(2) if self.parallel.last_stage else prediction
-
-    def decode(self, request: Request) -> dict[str, torch.Tensor]:
-        session, chunk = request.session, request.work
-        size = (session.shape.height, session.shape.width)
-        frames, chunk.decoder_cache = self.codec.decode_frames(chunk.latents, size, session.decoder_cache)
-        return {"frames": frames}
 
     def warmup_inputs(self) -> list[Inputs]:
         """A chunk with an image and one without: every kind of forward, and a stream's first decode and a later one."""
@@ -196,17 +183,20 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         padded = functional.pad(text_SE, (0, 0, 0, PROMPT_ROWS - len(text_SE)))
         return self.transformer.cross_attention_kv(padded)
 
-    def _begin_chunk(self, chunk: Chunk) -> None:
+    def begin_step(self, request: Request) -> None:
         """Shared by a chunk's forwards: its controls' and its prompt's part (collective there)."""
+        chunk = request.work
+        if chunk.terms is not None:
+            return
         chunk.terms = self.transformer.controls(chunk.controls)
         if chunk.cross_kv is None and chunk.text is not None:
             chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
 
-    def _row(self, request: Request) -> FrameRow:
+    def rows(self, request: Request) -> list[FrameRow]:
         chunk = request.work
         frame, step = chunk.frame_index(request.step), chunk.denoise_index(request.step)
         assert chunk.terms is not None
-        return FrameRow(
+        row = FrameRow(
             latents=chunk.latents_at(request.step),
             sigma=0.0 if step is None else self.schedule.sigmas[step],
             rope=chunk.ropes[frame],
@@ -215,19 +205,14 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
             place=chunk.places[frame],
             prompt_kv=chunk.cross_kv,
         )
+        return [row]
 
 
-class WaypointPipeline(CheckpointPipeline[CheckpointLayout], Waypoint):
-    """`Waypoint` as vLLM's model loader builds and fills it."""
+class WaypointPipeline(CheckpointPipeline[CheckpointLayout]):
+    """Owns a `Waypoint`, which vLLM\'s model loader builds and fills through it."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)
 
-    def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        self.build(WaypointSetup.served(served.hf_config.waypoint, served))
-
-
-if TYPE_CHECKING:
-
-    def _keeps_the_contract(model: Waypoint) -> SupportsStepExecution[WaypointSession, Chunk]:
-        return model
+    def build_model(self, served: ServedCheckpoint[CheckpointLayout]) -> Waypoint:
+        return Waypoint(WaypointSetup.served(served.hf_config.waypoint, served))

@@ -19,14 +19,12 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.streaming.session import (
     Kept,
-    SessionScalars,
-    SessionShape,
     StreamingChunk,
     StreamingSession,
 )
@@ -140,7 +138,7 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
 # -- the session -------------------------------------------------------------------------------------------------------
 
 
-class WaypointSession(StreamingSession[SessionShape, FrameRings, Kept, None, SessionScalars]):
+class WaypointSession(StreamingSession[FrameRings, Kept]):
     """A Waypoint session: it keeps nothing of its own beside its rings and the decoder's memory."""
 
     def next_frames(self) -> range:

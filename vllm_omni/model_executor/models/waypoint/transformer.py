@@ -30,14 +30,12 @@ from torch import nn
 from torch.nn import functional
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.layers import chains
-from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.attention import attention, stack
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rows import stack
-from vllm_omni.model_executor.layers.stage import StageNetwork
+from vllm_omni.model_executor.layers.parallel import ParallelContext, StageNetwork
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
 from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRings, Rotation
 

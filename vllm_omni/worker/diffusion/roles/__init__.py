@@ -4,13 +4,12 @@
 from collections.abc import Callable, Mapping
 
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
-from vllm_omni.worker.diffusion.roles.last import LastStage
 from vllm_omni.worker.diffusion.roles.layers import LayersStage
 from vllm_omni.worker.diffusion.roles.role import RankParts, Role
 from vllm_omni.worker.diffusion.roles.single import Single, WholeChunks
 from vllm_omni.worker.diffusion.roles.temporal import OwnStep
 from vllm_omni.worker.diffusion.roles.vae import VAEStage
-from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, StepTaker, WithLayers
+from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, StepTaker, WithLayers
 
 STEPS: Mapping[str, Callable[[RankParts], StepTaker]] = {
     "blocks": lambda parts: EveryStep(parts.model, parts.place.last_stage),
@@ -26,8 +25,8 @@ def _with_layers(role: Callable[[RankParts, StepTaker], WithLayers]) -> Callable
 ROLES: tuple[tuple[Callable[[RankParts], bool], Callable[[RankParts], Role]], ...] = (
     (lambda parts: parts.place.is_vae_stage, VAEStage),
     (lambda parts: parts.place.last_stage and parts.place.vae_stage, _with_layers(BeforeVAE)),
-    (lambda parts: not parts.step_at_a_time, _with_layers(WholeChunks)),
-    (lambda parts: parts.place.num_stages == 1, _with_layers(Single)),
+    (lambda parts: not parts.step_at_a_time, WholeChunks),
+    (lambda parts: parts.place.num_stages == 1, Single),
     (lambda parts: parts.place.last_stage, _with_layers(LastStage)),
     (lambda parts: True, _with_layers(LayersStage)),
 )

@@ -7,7 +7,7 @@ are final, which may be one clean-context pass before the chunk ends. Messages t
 not wait for the current denoise step, so the host waits for the device before a step, not after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from vllm.sequence import IntermediateTensors
@@ -18,33 +18,35 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts
-from vllm_omni.worker.diffusion.roles.with_layers import EndsSteps, MicroStep, StepTaker
+from vllm_omni.worker.diffusion.roles.with_layers import MicroStep, StepTaker, WithLayers
 
 
-class BeforeVAE(EndsSteps):
+class BeforeVAE(WithLayers):
     """Role of the last stage with layers before a VAE stage.
 
     A batch that only fetches results is not a step of this rank, so it waits for nothing.
     """
+
+    decodes_chunks = False
 
     def __init__(self, parts: RankParts, steps: StepTaker) -> None:
         super().__init__(parts, steps)
         assert isinstance(parts.model, VAEStageModel)
         self._stage_model = parts.model
 
-    def _before_launch(self, moves: bool) -> None:
-        if moves:
+    def step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None
+    ) -> IntermediateTensors | Envelopes:
+        computes = not all(state.done for state in states)
+        if computes:
             self.pacer.wait()
-
-    def _launched(self, moves: bool) -> None:
-        if moves:
+        message = self.micro_step(states, received, Envelopes())
+        assert message is not None
+        if computes:
             self.pacer.launched()
+        return message
 
-    def _after_launch(self, is_result_ready: Callable[[], bool]) -> bool:
-        """Return immediately, because the message is sent at once."""
-        return False
-
-    def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
+    def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors:
         failed = [state for state in done.states if state.failure is not None and state not in done.alive]
         return hand_over(self._stage_model, self.in_flight, [*done.alive, *failed], self.parts.place.size)
 

@@ -23,11 +23,23 @@ class LayersStage(WithLayers):
     has arrived.
     """
 
-    def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
+    decodes_chunks = False
+    runs_schedule = False
+
+    def step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None
+    ) -> IntermediateTensors | Envelopes:
+        message = self.micro_step(states, received, Envelopes())
+        assert message is not None
+        self.pacer.launched(moves=not all(state.done for state in states))
+        self.pacer.wait()
+        return message
+
+    def end_batch(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
         assert self.channel is not None
         self.channel.expect([state.chunk for state in states if state.chunk is not None])
 
-    def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors:
+    def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors:
         results = [result for result in done.results if result is not None]
         assert len(results) == len(done.results), "with several ranks a failed forward pass ends the engine"
         hidden = together(HIDDEN, results, self.parts.place.size)

@@ -84,6 +84,11 @@ class RankParts:
     overlap: bool
     """Whether the result of a chunk is returned in an engine step after the chunk's last one."""
 
+    @property
+    def most_batched(self) -> int:
+        """Most requests of one forward pass."""
+        return 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
+
     @classmethod
     def of(
         cls,

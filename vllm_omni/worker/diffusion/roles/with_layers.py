@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WithLayers`: the micro-step of a rank that holds layers, shared by the roles with layers.
+"""`WithLayers`: what the roles of several pipeline stages add to `Single`, and the last stage's role.
 
-A micro-step admits new requests, agrees with the other ranks on which take part, and runs one
-forward pass per batch. A role defines what follows the forward pass of a batch (`_after_forward`),
-the message to the next stage (`_hand_on`) and when the host waits for the device. A `StepTaker`
-defines which denoise steps this rank runs.
+A stage receives hidden states and a mask of the requests that take part, runs its layers and sends
+a message to the next stage. A `StepTaker` decides which denoise steps this rank runs.
+Tests: tests/worker/test_two_stages.py and test_pipeline_parallel.py, tests/engine/test_parallel.py.
 """
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,12 +15,10 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
-from vllm_omni.model_executor.requests import RequestState, as_failure
-from vllm_omni.model_executor.results import FiniteCheck
-from vllm_omni.worker.diffusion.batches import group_states
-from vllm_omni.worker.diffusion.decode import deliverable
+from vllm_omni.model_executor.requests import RequestState, group_states
 from vllm_omni.worker.diffusion.link import HIDDEN, unpack
-from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
+from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts
+from vllm_omni.worker.diffusion.roles.single import Single, first_steps
 
 
 class StepTaker(Protocol):
@@ -69,7 +65,7 @@ class EveryStep:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Outcome of one micro-step."""
+    """Outcome of one micro-step, from which the message to the next stage is made."""
 
     states: Sequence[RequestState]
     """All requests of the batch."""
@@ -85,135 +81,68 @@ class MicroStep:
     """Result of each forward pass, in order."""
 
 
-class WithLayers(Role):
-    """Role of a rank with layers.
+class WithLayers(Single):
+    """A stage that holds layers, before or after other stages.
 
     Args:
-        parts: Objects of the rank.
-        steps: The denoise steps that this rank runs.
+        parts: The objects of this rank.
+        steps: This rank's share of the steps of each chunk.
     """
 
     def __init__(self, parts: RankParts, steps: StepTaker) -> None:
         super().__init__(parts)
         self.steps = steps
 
-    # -- an engine step ----------------------------------------------------------------------------
-
-    def step(
-        self, states: Sequence[RequestState], received: IntermediateTensors | None
-    ) -> IntermediateTensors | Envelopes:
-        ready, outputs = delivering(states), Envelopes()
-        moves = not all(state.done for state in states)
-        self._before_launch(moves)
-        handed_on = self.micro_step(states, received, outputs)
-        self._launched(moves)
-        # This step is queued: the device is busy while the host processes earlier results.
-        outputs.update(envelopes(ready))
-        if self._after_launch(lambda: bool(outputs or self.chunk_end.ready(states))):
-            outputs.update(envelopes(self.chunk_end.ready(states)))
-        if handed_on is not None:
-            return handed_on
-        deliver = deliverable(states, outputs)
-        self.chunk_end.delivered(deliver)
-        return deliver
-
-    def _before_launch(self, moves: bool) -> None:
-        """Prepare the launch of a step.
-
-        Args:
-            moves: Whether a request runs a step. False if the batch only fetches results.
-        """
-
-    def _launched(self, moves: bool) -> None:
-        self.pacer.launched(moves=moves)
-
-    def _after_launch(self, is_result_ready: Callable[[], bool]) -> bool:
-        """Wait for the device until a result is ready for delivery; return whether one is."""
-        return self.pacer.wait(is_result_ready)
-
-    # -- a micro-step ------------------------------------------------------------------------------
-
     def micro_step(
-        self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
+        self,
+        states: Sequence[RequestState],
+        received: IntermediateTensors | None,
+        outputs: Envelopes,
     ) -> IntermediateTensors | None:
         # Equal on every rank. A finished chunk may be scheduled again to deliver a result held
         # back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
-        mask = None if received is None else self.agreement.read_mask(received.tensors, chunks)
+        tensors = {} if received is None else received.tensors
+        mask = None if received is None else self.agreement.read_mask(tensors, chunks)
         waiting = self.in_flight.waiting(chunks) if mask is None else self.agreement.waiting(chunks, mask)
         indices = self.agreement.indices(chunks, mask)
         for state in states:
             if state.failure is None and state.chunk is None and state not in waiting:
                 self.admission.admit(state, outputs, indices.get(state.request_id))
         alive = self.agreement.alive(chunks, waiting, mask)
-        beginning = [state.chunk for state in alive if state.chunk is not None and state.chunk.step == 0]
-        self.parts.texts.complete(beginning, {} if received is None else received.tensors)
-        omni = self.parts.omni
-        limit = 1 if omni.batch_invariant else omni.max_requests_per_step
-        groups = group_states(self.model, alive, limit)
-        arrived: Sequence[torch.Tensor | None] = [None] * len(groups)
+        beginning = first_steps(alive)
+        self.parts.texts.complete(beginning, tensors)
+        batches = group_states(self.model, alive, self.parts.most_batched)
+        arrived: Sequence[torch.Tensor | None] = [None] * len(batches)
         if received is not None:
-            arrived = unpack(HIDDEN, received.tensors)
+            arrived = unpack(HIDDEN, tensors)
         results: list[torch.Tensor | None] = []
-        for members, hidden in zip(groups, arrived, strict=True):
-            results.append(self.forward(members, hidden))
-            self._after_forward(members, outputs)
-        return self._hand_on(MicroStep(states, chunks, alive, beginning, waiting, results), outputs)
+        for batch, hidden in zip(batches, arrived, strict=True):
+            results.append(self.forward(batch, hidden))
+            self.end_batch(batch, outputs)
+        return self.message(MicroStep(states, chunks, alive, beginning, waiting, results), outputs)
 
-    def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the forward pass of a batch.
+    def take_step(self, requests: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
+        return self.steps.take(requests, hidden)
 
-        With one rank, an exception fails only the request that causes it.
-        """
-        batch = [state.chunk for state in states if state.chunk is not None]
-        try:
-            with contextlib.ExitStack() as timed, self.parts.adapters.applied(batch[0].adapters):
-                for request in batch:
-                    timed.enter_context(request.timer.stage("steps"))
-                result = self.steps.take(batch, hidden)
-        except Exception as error:
-            if self.parts.num_ranks > 1:
-                raise  # other ranks are in this batch's collectives: the engine can only exit
-            if len(states) > 1:
-                for state in states:
-                    self.forward([state], hidden)
-            else:
-                states[0].failure = as_failure(error, states[0].request_id)
-            return None
-        return result
-
-    @abstractmethod
-    def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        """Process the requests of a batch after their step has run or failed."""
-
-    @abstractmethod
-    def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
-        """Finish `micro_step`; its return value is the return value of this method."""
-
-
-class EndsSteps(WithLayers):
-    """Role of a rank with the last layers.
-
-    The noise schedule runs here, so chunks are checked and committed here first, and return
-    messages come from here.
-    """
-
-    def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
-        result = super().forward(states, hidden)
-        if result is not None:
-            for state in states:
-                request = state.chunk
-                if request is not None and request.step == request.num_steps - request.clean_passes:
-                    state.finite = FiniteCheck(self.model.latents(request))
-        return result
-
-    def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        self.chunk_end.decode_before_clean_pass([state for state in states if state.failure is None])
-        ended = [state for state in states if state.done and state.failure is None]
-        self.chunk_end.decode_together(ended)
-        for state in ended:
-            self.chunk_end.finish(state, outputs)
+    def end_batch(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
+        """As of `Single`, and send each request's latents and status to the earlier stages."""
+        super().end_batch(states, outputs)
         if self.channel is not None:
             requests = [state.chunk for state in states if state.chunk is not None]
-            fine = [state.failure is None for state in states]
-            self.channel.send(requests, fine, [self.steps.answer(request) for request in requests])
+            succeeded = [state.failure is None for state in states]
+            self.channel.send(requests, succeeded, [self.steps.answer(request) for request in requests])
+
+    @abstractmethod
+    def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
+        """Return the tensors for the next stage; None on the last one."""
+
+
+class LastStage(WithLayers):
+    """The last of several pipeline stages: it has the last layers and the decoder.
+
+    It sends return messages to the earlier stages, decodes, and returns results to the engine.
+    """
+
+    def message(self, done: MicroStep, outputs: Envelopes) -> None:
+        self.chunk_end.pack_failures(done.states, outputs)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StageTimer`: how long each stage of one chunk took, without stopping the device to find out.
+"""Device work that the host does not wait for: copies, single values and times.
 
-On CUDA a stage is the device time between two events on the current stream; they are read when the chunk is done,
-when the device has been waited for anyway. Elsewhere it is host time.
+`to_device` copies without a wait, `Arriving` is a value that the device still computes,
+`StageTimer` measures the stages of one chunk. On other devices than CUDA everything is there when a
+call returns.
+Tests: tests/model_executor/test_noise.py.
 """
 
 import time
@@ -10,6 +12,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a CPU tensor's copy on `device`; on CUDA queued behind the running kernels, through page-locked memory."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Arriving:
+    """A number that the device computes while the host goes on; elsewhere than on CUDA it is there at once.
+
+    number: of one element.
+    """
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number, self._arrived = number, None
+        if number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    @property
+    def known(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def wait(self) -> int:
+        """The number, as soon as the device has it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._number)
 
 
 class StageTimer:
@@ -43,14 +77,11 @@ class StageTimer:
     def milliseconds_so_far(self) -> dict[str, list[float]]:
         """The same of the stages that have ended on the device too; waits for nothing."""
         ended = [(name, start.elapsed_time(end)) for name, start, end in self._events if end.query()]
-        return self._sorted(self._host_ms + ended)
+        stages: dict[str, list[float]] = {}
+        for name, milliseconds in self._host_ms + ended:
+            stages.setdefault(name, []).append(round(milliseconds, 3))
+        return stages
 
     def add(self, stages: Mapping[str, Sequence[float]]) -> None:
         """Take over the times of another rank."""
         self._host_ms = [(name, value) for name, values in stages.items() for value in values] + self._host_ms
-
-    def _sorted(self, spans: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
-        stages: dict[str, list[float]] = {}
-        for name, milliseconds in spans:
-            stages.setdefault(name, []).append(round(milliseconds, 3))
-        return stages

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of diffusers' Wan autoencoders in other forms. Same parameters, names and results.
+
+*Streamed*: the form in which a stream's later latents go through the decoder. A stream's first
+latent leaves marks of another kind in diffusers' feature cache (None, a text); every later call
+finds a tensor and leaves one of the same shape. Knowing that, a call needs no question that
+`torch.compile` cannot trace: before torch 2.13 diffusers' comparison of a tensor with its text
+splits the decoder into more than a dozen graphs.
+
+*CPU*: the form that a CPU computes fastest. torch's 3-D convolution on a CPU reaches a tenth of the
+speed of its 2-D one, so a causal convolution over three time taps is made as a 2-D one whose input
+channels are the three frames laid side by side. The weights are not copied for that: `weight` keeps
+its shape, and its memory is in the order of the 2-D convolution, which is then a view of it. So
+loading, reloading and conversion of weights reach both. Activations lie channels-last.
+`use_cpu_layers` is called on a network that was built on a CPU; moved to another device later,
+layers fall back to diffusers' own arithmetic.
+
+Tests: tests/model_executor/models/wan/test_vae.py, test_cpu_layers.py.
+"""
+
+# B streams or clips, C channels, T frames, H rows, W columns, O channels of the result
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample, WanRMS_norm
+from torch import nn
+from torch.nn import functional
+
+# B streams, C channels, T frames, H rows, W columns
+
+
+def cached_convolution(
+    convolution: WanCausalConv3d, x_BCTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+) -> torch.Tensor:
+    """Convolve frames behind those of the cache, and keep the newest of both (as many as there were) for the next."""
+    index = feat_idx[0]
+    past = feat_cache[index]
+    feat_cache[index] = torch.cat((past, x_BCTHW), dim=2)[:, :, -past.shape[2] :].clone()
+    feat_idx[0] += 1
+    return convolution(x_BCTHW, past)
+
+
+class StreamedUpsample(WanResample):
+    """Upsampling of streams in space, and in time if the mode says so. Takes over the layers of `whole`.
+
+    Its result lies channels-last, also in a dimension of one frame, if convolutions give that (on CUDA). Of diffusers'
+    own, torch would conclude otherwise and turn round all that the next convolution remembers.
+    """
+
+    def __init__(self, whole: WanResample) -> None:
+        nn.Module.__init__(self)
+        self.dim, self.mode = whole.dim, whole.mode
+        self.resample = whole.resample
+        if self.mode == "upsample3d":
+            self.time_conv = whole.time_conv
+
+    def forward(
+        self, x_BCTHW: torch.Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None
+    ) -> torch.Tensor:
+        """[B, C, T, H, W] -> [B, C / 2, T or 2 T, 2 H, 2 W]; a stream's first latent is not upsampled in time."""
+        frames = x_BCTHW.transpose(1, 2).flatten(0, 1)
+        if self.mode == "upsample3d":
+            if feat_cache is None or feat_idx is None or not isinstance(feat_cache[feat_idx[0]], torch.Tensor):
+                return super().forward(x_BCTHW, feat_cache, feat_idx)
+            pairs_B2CTHW = cached_convolution(self.time_conv, x_BCTHW, feat_cache, feat_idx).unflatten(1, (2, -1))
+            frames = pairs_B2CTHW.permute(0, 3, 1, 2, 4, 5).flatten(0, 2)
+        out = self.resample(frames)
+        streams = len(x_BCTHW)
+        # Not `unflatten` for one stream: of one frame it leaves strides that torch no longer takes for channels-last.
+        return (out.unsqueeze(0) if streams == 1 else out.unflatten(0, (streams, -1))).transpose(1, 2)
+
+
+def stream_upsamplers(decoder: nn.Module) -> None:
+    """Replace, in place, the upsamplers of a `WanDecoder3d`."""
+    replace_layers(decoder, _streamed)
+
+
+def _streamed(layer: nn.Module) -> nn.Module | None:
+    if isinstance(layer, WanResample) and layer.mode in ("upsample2d", "upsample3d"):
+        return StreamedUpsample(layer)
+    return None
+
+
+def replace_layers(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put `replacement(layer)` in the place of each layer, throughout `network`; None = it stays."""
+    for parent in list(network.modules()):
+        for name, layer in list(parent.named_children()):
+            other = replacement(layer)
+            if other is not None:
+                setattr(parent, name, other)
+
+
+class FoldedCausalConv3d(WanCausalConv3d):
+    """A causal convolution as a 2-D one over the time taps. Takes over the layer `whole`."""
+
+    def __init__(self, whole: WanCausalConv3d) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(whole))
+        self.weight.data = fold_memory(self.weight.data)
+        left, right, top, bottom, frames_before, _ = map(int, self._padding)
+        assert (left, top) == (right, bottom) and self.groups == 1 and self.dilation == (1, 1, 1)
+        self.frames_before, self.padding_HW = frames_before, (top, left)
+
+    @property
+    def weight_2d(self) -> torch.Tensor:
+        """[O, taps C, kH, kW]: a view of `weight`, unless somebody has put a tensor of other strides in its place."""
+        return folded(self.weight)
+
+    def forward(self, x_BCTHW: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
+        if x_BCTHW.device.type != "cpu":
+            return super().forward(x_BCTHW, cache_x)
+        x = x_BCTHW
+        missing = self.frames_before
+        if cache_x is not None and missing > 0:
+            x = torch.cat((cache_x, x), dim=2)
+            missing -= cache_x.shape[2]
+        if missing > 0:
+            x = functional.pad(x, (0, 0, 0, 0, missing, 0))
+        taps, step = self.kernel_size[0], self.stride[0]
+        if taps > 1 or step > 1:
+            last = (x.shape[2] - taps) // step * step
+            x = torch.cat([x[:, :, tap : tap + last + 1 : step] for tap in range(taps)], dim=1)
+        frames = x.transpose(1, 2)
+        out = functional.conv2d(frames.flatten(0, 1), self.weight_2d, self.bias, self.stride[1:], self.padding_HW)
+        # Not `unflatten` for one clip: of one frame it leaves strides that torch no longer takes for channels-last.
+        clips = out.unsqueeze(0) if len(frames) == 1 else out.unflatten(0, frames.shape[:2])
+        return clips.transpose(1, 2)
+
+
+class CPURMSNorm(WanRMS_norm):
+    """Normalisation over channels in few passes. Takes over the layer `whole`; below fp32 it is diffusers' own."""
+
+    def __init__(self, whole: WanRMS_norm) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(whole))
+        assert self.channel_first and not isinstance(self.bias, nn.Parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return super().forward(x)
+        channels = x.shape[1]
+        x_C = x.movedim(1, -1)
+        # A product with a vector: torch's own sum over so few channels takes longer.
+        squares = torch.mv(x_C.square().reshape(-1, channels), x.new_full((channels,), 1 / channels))
+        scale = squares.add_(_TINY).rsqrt_().view(*x_C.shape[:-1], 1)
+        return (x_C * scale).mul_(self.gamma.flatten()).movedim(-1, 1)
+
+
+_TINY = 1e-30
+"""Keeps the norm of nothing at nothing."""
+
+
+def use_cpu_layers(network: Any) -> None:
+    """Replace, in place, layers that a CPU computes slowly, in a Wan encoder, decoder or autoencoder on a CPU.
+
+    network: a module; layers on other devices stay as they are. Parameters keep their names, values and identity.
+    """
+    if any(parameter.device.type != "cpu" for parameter in network.parameters()):
+        return
+    replace_layers(network, _cpu_layer)
+    for layer in network.modules():
+        if isinstance(layer, nn.SiLU):
+            layer.inplace = True  # always behind a norm, whose result nobody else reads
+        elif isinstance(layer, nn.Conv2d):
+            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def _cpu_layer(layer: nn.Module) -> nn.Module | None:
+    if type(layer) is WanCausalConv3d:
+        return FoldedCausalConv3d(layer)
+    return CPURMSNorm(layer) if type(layer) is WanRMS_norm else None
+
+
+def fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
+    """The same tensor with its memory in the order O, H, W, T, C: channels-last for the 2-D convolution."""
+    return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
+
+
+def folded(weight_OCTHW: torch.Tensor) -> torch.Tensor:
+    """[O, T C, H, W]: a view of a weight with `fold_memory`, a copy of others."""
+    return weight_OCTHW.transpose(1, 2).flatten(1, 2)
