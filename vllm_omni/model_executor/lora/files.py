@@ -41,7 +41,6 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
     (r"\.alpha\Z", "alpha"),
     (r"\.diff(?:_m)?\Z", "diff"),
 )
-
 """Suffixes of tensor names. Some versions of PEFT put the adapter's name before `.weight`."""
 
 

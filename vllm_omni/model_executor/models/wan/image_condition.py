@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The condition `y` of each chunk: which latent frame is given, and the latents of `[image, grey, grey, ...]`.
+"""The condition `y` of each chunk: a mask of given latent frames, and the latents of `[image, grey,
+grey, ...]`.
 
-The original encodes image and grey frames as one clip; here the causal encoder is streamed chunk by chunk, which gives
-the same bits without knowing the length in advance. After the image the encoder settles: once a latent frame differs
-from the one before it by no more than `_SETTLED`, it stands for all later ones and the encoder is not run again. Other
-implementations stop encoding earlier, or begin afresh: `components.LaterCondition`.
+The original encodes the image and grey frames as one clip. Here the causal encoder runs chunk by
+chunk, which is bitwise equal and needs no length in advance. After the image, the encoding
+converges: once a latent frame differs from the previous one by at most `_SETTLED`, it is used for
+all later frames and the encoder no longer runs. Other implementations stop earlier or restart; see
+`components.LaterCondition`.
 
-`GreyCondition` is the part of a model that makes it, on the first pipeline stage, which embeds patches. Each session
-of that stage holds the state of its condition (`ImageWorld`, `ImageWorldSession`); a family adds its own state.
-Held by tests/model_executor/models/wan/test_image_condition.py and
-tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
+`GreyCondition` computes the condition on the first pipeline stage, which embeds patches. Each
+session of that stage holds the state (`ImageWorld`, `ImageWorldSession`); a family adds its own
+state.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -36,27 +37,41 @@ from vllm_omni.saved_tensors import SavedTensors
 MASK_CHANNELS = 4
 """Pixels per token along each side: 8 of the VAE times a patch of 2."""
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
-"""By the VAE's type, the largest change from one latent frame to the next, over their deviation, that no longer counts:
-bfloat16, in which the released model takes its condition in, rounds by 2**-8; a VAE in bfloat16 rounds in every layer.
-Changes halve about once a latent frame, so all later changes together are of the same size."""
+"""Convergence threshold by the VAE's dtype: the largest change between consecutive latent frames,
+divided by their standard deviation, that counts as none. The released model reads its condition in
+bfloat16, which rounds by 2**-8; a bfloat16 VAE rounds in every layer. Changes halve about once per
+latent frame, so the sum of all later changes is of the same size."""
 
 
 @dataclass(frozen=True)
 class ConditionLayout:
-    """Layout of the `ConditionState` of a session of `height` x `width` pixels. encoder: its cache's layout."""
+    """Shapes of the `ConditionState` of a session."""
 
     height: int
+    """Pixels."""
     width: int
+    """Pixels."""
     later: LaterCondition
+    """How later chunks are conditioned."""
     chunk_frames: int
+    """Latent frames of every chunk except the first."""
     encoder: CacheLayout
+    """Layout of the encoder's cache."""
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, *, settled: bool, num_encoded: int
     ) -> "ConditionState":
-        """Take the state out of a snapshot.
+        """Restore the state from a snapshot.
 
-        Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or of another shape or dtype.
+        Args:
+            saved: Tensors of the snapshot.
+            device: Device of the state.
+            settled: Whether the saved state has converged.
+            num_encoded: Latent frames that were encoded after the image.
+
+        Raises:
+            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or has
+                another shape or dtype.
         """
         shape = saved.shape("last") or []
         repeats = settled and self.later in ("second_chunk", "fresh_grey")
@@ -71,37 +86,40 @@ class ConditionLayout:
 
 @dataclass(frozen=True)
 class Settling:
-    """Whether a state has settled, which only the device knows yet.
-
-    encoded: latent frames that went through the encoder. unsettled: how many of them came before it settled.
-    ends: no later frame is encoded, settled or not.
-    """
+    """Whether a state has converged, while the result is still only on the device."""
 
     encoded: int
+    """Latent frames that were encoded."""
     unsettled: Arriving
+    """Number of them that were encoded before convergence, in transfer to the host."""
     ends: bool
+    """Whether encoding ends here even without convergence."""
 
 
 @dataclass(frozen=True, eq=False)
 class ConditionState:
-    """Where a session's condition stream stands. Immutable; shared by forks.
-
-    cache: the encoder's cache; None once settled, and when nothing will be encoded behind the image.
-    last_1CFhw: the newest latent frame, to compare the next one with, fp32; of a settled state the condition of all
-    later chunks: one latent frame, or a whole chunk. num_encoded: latent frames since the image that were encoded.
-    settling: until it is `resolved`, the other fields are those of a state that has not settled.
-    """
+    """State of a session's condition. Immutable; shared by forks."""
 
     height: int
+    """Pixels."""
     width: int
+    """Pixels."""
     cache: VAECache | None
+    """The encoder's cache. None after convergence, and if nothing is encoded after the image."""
     last_1CFhw: torch.Tensor
+    """The newest latent frame, fp32, to compare the next one with. After convergence: the
+    condition of all later chunks, one latent frame or a whole chunk."""
     settled: bool = False
+    """Whether encoding has converged."""
     num_encoded: int = 1
+    """Latent frames since the image that were encoded."""
     settling: Settling | None = None
+    """Result that is still on the device. Until `resolved`, the other fields are those before
+    convergence."""
 
     def resolved(self) -> "ConditionState":
-        """The same with the device's answer, for which the host waits; itself if nothing is open."""
+        """Return the state with the result from the device, after waiting for it; the same object
+        if nothing is pending."""
         if self.settling is None:
             return self
         unsettled = self.settling.unsettled.wait()
@@ -124,16 +142,20 @@ class ConditionState:
         return {"last": self.last_1CFhw, **cached}
 
     def to(self, device: torch.device | str) -> "ConditionState":
-        """Return a resolved state on `device`; the same tensors if they are there already."""
+        """Move a resolved state to `device`; tensors that are already there are shared."""
         cache = self.cache.to(device) if self.cache is not None else None
         return replace(self, cache=cache, last_1CFhw=self.last_1CFhw.to(device))
 
 
 class GreyCondition:
-    """Makes the condition of one chunk after another. Owns no session; `vae` needs its encoder.
+    """Computes the condition of chunks of any session, without holding session state.
 
-    chunk_frames: latent frames of every chunk but a session's first. encoded_frames: video frames, the image included,
-    after which `last_frame` stops encoding; 4 n + 1.
+    Args:
+        vae: The VAE, with its encoder.
+        later: How chunks after the first are conditioned.
+        chunk_frames: Latent frames of every chunk except a session's first.
+        encoded_frames: Video frames, including the image, after which `last_frame` stops encoding;
+            4 n + 1.
     """
 
     def __init__(
@@ -154,10 +176,16 @@ class GreyCondition:
     def next(
         self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
     ) -> tuple[torch.Tensor, ConditionState]:
-        """Return y [20, F, h, w] fp32 for the next `num_latents` latent frames, and the state after them.
+        """Return y [20, F, h, w] fp32 for the next `num_latents` latent frames, and the next state.
 
-        image_1CTHW: [1, 3, 1, H, W] in [-1, 1] (`prepare_image`) starts a condition, at a session's start or when its
-        image is switched; None goes on from `state`. Raises ValueError when neither is given.
+        Args:
+            image_1CTHW: [1, 3, 1, H, W] in [-1, 1] (`prepare_image`), at the start of a session or
+                for a new image. None: continue from `state`.
+            num_latents: F.
+            state: State after the previous chunk.
+
+        Raises:
+            ValueError: There is neither image nor state.
         """
         if num_latents < 1:
             raise ValueError(f"num_latents must be at least 1, got {num_latents}")
@@ -176,12 +204,12 @@ class GreyCondition:
         return torch.cat([mask_CFhw, cond_CFhw]), state
 
     def state_layout(self, height: int, width: int) -> ConditionLayout:
-        """Layout of a state of this size; runs nothing."""
+        """Return the layout of a state of this size, without running anything."""
         encoder = self.vae.encoder_cache_layout(height, width)
         return ConditionLayout(height, width, self.later, self.chunk_frames, encoder)
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Most bytes a state of this size holds; runs nothing."""
+        """Return the maximum bytes of a state of this size, without running anything."""
         cells = (height // self.vae.config.spatial_factor) * (width // self.vae.config.spatial_factor)
         frame = 4 * self.vae.config.z_dim * cells
         if self.later == "fresh_grey":
@@ -199,9 +227,10 @@ class GreyCondition:
         return [latent, *later], state
 
     def _stream(self, state: ConditionState, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
-        """Encode so many more latent frames of grey, as far as they still change.
+        """Encode up to `num_latents` more latent frames of grey, until they converge.
 
-        The host does not wait to hear whether they do: on CUDA the encoder goes on, and the device drops the result.
+        The host does not wait for the result: on CUDA the encoder runs again, and the device
+        discards its output after convergence.
         """
         if state.cache is None or num_latents == 0:
             return [state.last_1CFhw] * num_latents, state
@@ -221,34 +250,35 @@ class GreyCondition:
         return latents, replace(state, cache=cache, last_1CFhw=last, settling=settling)
 
     def _repeat(self, state: ConditionState, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
-        """Return the chunk that all later ones equal, encoded when it is first asked for."""
+        """Return the condition that all later chunks use, encoded at the first call."""
         if not state.settled:
             afresh = self.later == "fresh_grey"
             kept, _ = self.vae.encode(self._grey_frames(state, num_latents, first=afresh), state.cache)
             state = replace(state, cache=None, last_1CFhw=kept[:, :, -num_latents:].contiguous(), settled=True)
-        if state.last_1CFhw.shape[2] == 1:  # also if the stream had settled in the image's chunk
+        if state.last_1CFhw.shape[2] == 1:  # also if encoding converged in the image's chunk
             return [state.last_1CFhw] * num_latents, state
         assert state.last_1CFhw.shape[2] == num_latents, "chunks after the first are of one size"
         return [state.last_1CFhw], state
 
     @staticmethod
     def _is_heard(flag: torch.Tensor) -> bool:
-        """Whether the host can read it without waiting."""
+        """Return whether the host can read `flag` without waiting."""
         return not flag.is_cuda
 
     def _has_settled(self, before_1CFhw: torch.Tensor, latent_1CFhw: torch.Tensor) -> torch.Tensor:
-        """Whether later latent frames are as good as equal to `latent_1CFhw`, on the device."""
+        """Return, on the device, whether later latent frames equal `latent_1CFhw` within the
+        threshold."""
         change = (latent_1CFhw - before_1CFhw).abs().max()
         return change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std()
 
     def _encoded(self, state: ConditionState) -> ConditionState:
-        """Settle a state after the last frame that is to be encoded."""
+        """Mark a state as converged after the last frame that is to be encoded."""
         if self.later == "last_frame" and state.num_encoded >= self.most_encoded:
             return replace(state, cache=None, settled=True)
         return state
 
     def _grey_frames(self, state: ConditionState, num_latents: int, *, first: bool = False) -> torch.Tensor:
-        """Return grey video frames that encode to so many latent frames; with one more in front if they are a clip."""
+        """Return grey video frames for `num_latents` latent frames, plus one if they start a clip."""
         frames = int(first) + num_latents * self.vae.config.temporal_factor
         return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
 
@@ -258,9 +288,10 @@ class GreyCondition:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageWorld:
-    """Where a session's condition stands. Immutable. condition: None on ranks that embed no patches."""
+    """State of a session that starts from an image. Immutable."""
 
     condition: ConditionState | None
+    """State of the condition. None on ranks that do not embed patches."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         kept: Mapping[str, torch.Tensor] = {} if self.condition is None else self.condition.resolved().tensors()
@@ -281,7 +312,7 @@ World = TypeVar("World", bound=ImageWorld)
 
 
 class ImageWorldSession(StreamingSession[Window, World], Generic[Window, World]):
-    """A session that starts with an image; its `own` is the family's `ImageWorld`."""
+    """A session that starts from an image; `own` is the family's `ImageWorld`."""
 
     scalars_type: ClassVar[type[ImageWorldScalars]] = ImageWorldScalars
 
@@ -299,7 +330,17 @@ class ImageWorldSession(StreamingSession[Window, World], Generic[Window, World])
     def restore_condition(
         self, layout: ConditionLayout | None, kept: ImageWorldScalars, saved: SavedTensors, device: torch.device
     ) -> ConditionState | None:
-        """Take the condition out of a snapshot. layout: None = this rank has none. Raises `RequestFailed`."""
+        """Restore the condition from a snapshot.
+
+        Args:
+            layout: Shapes of the state. None: this rank has no condition.
+            kept: Scalars of the snapshot.
+            saved: Tensors of the snapshot.
+            device: Device of the state.
+
+        Raises:
+            RequestFailed: The snapshot does not fit.
+        """
         settled = kept.condition_settled
         if (layout is None) != (settled is None) or kept.condition_encoded > kept.committed_frames:
             raise RequestFailed("invalid_snapshot", "the snapshot's frames and condition do not fit together")
@@ -310,7 +351,8 @@ class ImageWorldSession(StreamingSession[Window, World], Generic[Window, World])
 
 
 def image_warmup(omni: OmniConfig, space: ActionSpace) -> list[Inputs]:
-    """Return a first and a later chunk of the largest size: a later one decodes more frames."""
+    """Return a first and a later chunk of the largest size, because a later chunk decodes more
+    frames."""
     image = torch.zeros(omni.height, omni.width, 3, dtype=torch.uint8)
     prompt = None if space.prompt == "none" else "warm-up"
     first = DiffusionParams(session_id="warm-up", prompt=prompt, actions=[])

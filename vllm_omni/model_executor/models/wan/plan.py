@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of Wan networks as `vllm-omni plan` sees them: sizes of the transformer, refusals of a world.
-
-Held by tests/planning/test_split_plan.py.
-"""
+"""What `vllm-omni plan` uses for all Wan networks: sizes of the transformer, and refusals of world
+models."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from vllm_omni.planning.stream_model import Changes
 
 
 def transformer_sizes(config: ChunkTransformerConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Fields of `StreamModel`. shapes: of the transformer's tensors, by name."""
+    """Return fields of `StreamModel`; `shapes` are those of the transformer's tensors, by name."""
     height, width = config.native_size
     return {
         "height": height,
@@ -28,7 +26,7 @@ def transformer_sizes(config: ChunkTransformerConfig, shapes: Mapping[str, tuple
 
 
 def check_world(family: str, changes: Changes) -> None:
-    """Raise ValueError for changes that only a stream without a camera or keys can be served with."""
+    """Raise ValueError for options that require a stream without camera or key input."""
     if changes.get("in_flight", 1) > 1 or changes.get("clean", 1) == 0:
         raise ValueError(f"{family} has no noise-matched cache; causal Wan has")
     if changes.get("video_input"):
