@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A causal Wan 2.1 checkpoint's sizes (`CausalWanConfig`) and how it is served (`CausalWanOptions`).
+"""Sizes of a causal Wan 2.1 checkpoint (`CausalWanConfig`) and its serving options
+(`CausalWanOptions`).
 
-The architecture comes from the checkpoint and is checked key by key. The options come from
-`additional_config["omni"]["model"]`. Held by tests/model_executor/models/causal_wan/test_causal_wan_config.py.
+The architecture comes from the checkpoint and is validated key by key. The options come from
+`additional_config["omni"]["model"]`.
 """
 
 from collections.abc import Mapping
@@ -28,12 +29,13 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import Stream
 
 _VIDEO_SHIFT = 8.0
-"""Of the video-to-video schedule, as the checkpoints were trained."""
+"""Timestep shift of the video-to-video schedule, as in training."""
 VIDEO_NOISE_SCALE = 0.8
-"""Noise injected into the first chunk of an input video, [0, 1]; the largest for a still scene."""
+"""Noise scale for the first chunk of an input video, in [0, 1]; used in full for a still scene."""
 
 _WINDOW, _SINK, _CHUNK = 21, 3, 3
-"""Defaults of a checkpoint that names no window: the length it was trained on, one chunk of it kept for ever."""
+"""Defaults for a checkpoint without a window: the length of its training clips, with one chunk as
+sink frames."""
 
 CacheKind = Literal["strict", "noise_matched"]
 
@@ -71,7 +73,8 @@ _RENAMED = {**RENAMED, "num_frame_per_block": "frames_per_chunk"}
 
 
 def with_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `config.json`'s values, and of `settings` the keys of whatever it leaves open in either key style."""
+    """Return a `config.json`'s values, plus those of `settings` for keys that it lacks in either
+    key style."""
     stated = {_RENAMED.get(key, key) for key, value in stored.items() if value is not None}
     return {**{key: value for key, value in settings.items() if _RENAMED.get(key, key) not in stated}, **stored}
 
@@ -124,7 +127,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":
-        """Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = cls.read(options)
         try:
             text, video = parsed.text_schedule(), parsed.video_schedule()
@@ -144,7 +147,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return parsed
 
     def text_schedule(self, release: Release = OTHER) -> FewStepSchedule:
-        """The text-to-video schedule; timesteps and sigmas as `release` was trained, their number is any's.
+        """Return the text-to-video schedule, with timesteps and sigmas as `release` was trained.
+        Any number of steps is valid.
 
         Raises ValueError.
         """
@@ -156,13 +160,14 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return few_step_schedule("exact", release.shift, [int(index) for index in indices])
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
-        """The video-to-video schedule, begun at `first_timestep` (None = its own). Raises ValueError."""
+        """Return the video-to-video schedule, starting at `first_timestep` (default: its own).
+        Raises ValueError."""
         steps = self.video_denoising_steps
         return nearest_schedule(_VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]])
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
-    """How a stream is cut into chunks, and the window of each. Raises ValueError."""
+    """Return the chunk sizes of a stream and the K/V window of each. Raises ValueError."""
     plan = resolve_chunks(options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK)
     chunk, window, sink = plan.chunk_frames, plan.window_frames, plan.sink_frames
     if options.sink_refresh_threshold is not None and (chunk != 1 or not 0 < sink < window):
@@ -177,7 +182,7 @@ CausalWanStream = Stream[CausalWanConfig, CausalWanOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
-    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     options = CausalWanOptions.of(checkpoint, omni.model)
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
     return Stream(config, options, resolve_plan(config, options))

@@ -70,9 +70,7 @@ _LAST_ROW_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class WorldStart:
-    """What ties a session's poses to the world. world_44: the start image's pose, fp64, metres. first_44: the session's
-    pose of that image, in the client's units.
-    """
+    """The relation of a session's poses to the world's coordinates."""
 
     world_44: torch.Tensor
     """World pose of the start image, fp64, metres."""
@@ -94,11 +92,7 @@ class WorldStart:
 
 @dataclass(frozen=True)
 class CameraTail:
-    """Where the camera is: the last pose of a session, and the pitch that look keys have accumulated.
-
-    largest_step: the longest way from one latent frame to the next so far. start: where the session began in the
-    world's coordinates; None = unknown.
-    """
+    """State of the camera at the end of a chunk."""
 
     pose_44: torch.Tensor
     """The session's last pose."""

@@ -38,9 +38,9 @@ _NOT_FAST = ("high_noise_model", "low_noise_model")
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a folder of safetensors, or one file of them.
+    """The components of one checkpoint.
 
-    kind: whose layout it is. version: the network generation (schedule defaults). mode: distilled (`fast`) or not.
+    `transformer` is a folder of safetensors, or one such file.
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"

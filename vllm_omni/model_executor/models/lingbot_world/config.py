@@ -111,23 +111,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """Where public implementations differ.
-
-    schedule: `exact` float timesteps, or `original` integer timesteps with two sigmas a step.
-    residual_dtype: `fp32` residual stream, or the `model`'s type (faster, less close).
-    camera_first_frame: with actions, a session's first latent frame `moves` by its own action, or only gives the later
-    ones their reference and `stands` still (SGLang); with `stands_each_chunk` every chunk's first does, under
-    poses as well (PR 3701's extension).
-    camera_scale: camera translations are divided by a `constant` (`camera.MOVE_UNIT`, interactive), by the chunk's
-    largest one (`chunk_max`), or by the session's largest so far (`session_max`). A request's option `camera_scale`
-    overrides all.
-    camera_dtype: `fp32` = poses and rays in fp64, rounded once; `bf16` = all of it in bf16 (SGLang 0.5.23).
-    later_condition: the condition of later chunks (`LaterCondition`).
-    vae_continuation: the decoder goes on from its `cache`, or begins again two latent frames early at each chunk
-    (`restart`).
-    prompt_switch: a new prompt takes effect from the next chunk on (`refresh`), or after a session's first chunk is
-    not heard (`ignore`).
-    """
+    """Choices in which public implementations differ."""
 
     schedule: Literal["exact", "original"] = "exact"
     """`exact` float timesteps, or `original` integer timesteps with two sigmas per step."""

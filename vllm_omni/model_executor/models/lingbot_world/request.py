@@ -53,7 +53,7 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 @dataclass(frozen=True)
 class Camera:
-    """One chunk's camera, checked; a row for each latent frame. tail: where it ends. world_F44: None = unknown."""
+    """The validated camera of one chunk, per latent frame."""
 
     relative_F44: torch.Tensor
     """Relative poses."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game as `vllm-omni plan` sees it: action modules beside the trunk, an image's rows as context.
-
-Held by tests/planning/test_split_plan.py.
-"""
+"""Matrix-Game for `vllm-omni plan`: action modules in addition to the transformer, image embeddings
+as context."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +11,7 @@ from vllm_omni.model_executor.models.wan.plan import check_world, transformer_si
 from vllm_omni.planning.stream_model import Changes, FamilyPlan, StreamModel
 
 _CLIP_WEIGHTS = 1.26e9
-"""ViT-H/14's vision tower but for its last layer, bf16."""
+"""Bytes of ViT-H/14's vision tower without its last layer, bf16."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:
@@ -27,7 +25,7 @@ def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Chang
 def _stream_model(name: str, config: MatrixGameConfig, changes: Changes) -> StreamModel:
     check_world("matrix_game", changes)
     variant, dim, keys, mouse = config.variant, config.dim, config.keyboard_width, config.mouse_width
-    action = 2 * dim * keys  # the keyboard's queries and its result
+    action = 2 * dim * keys  # the keyboard branch's queries and result
     if config.mouse_dim:
         action += mouse * (dim + config.action_rows * config.mouse_dim + 4 * mouse + dim)
     fields = {

@@ -74,7 +74,7 @@ def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) ->
 
 @dataclass
 class Speech:
-    """One reply on its way through talker and token2wav. how: its voice is set. seed: None = any."""
+    """One reply in the talker and token2wav stages."""
 
     request_id: str
     """Id of the request."""

@@ -34,10 +34,9 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VisualGrids:
-    """Sizes of the pictures and videos of a prompt, as the processor reports them; they shape rotary positions.
+    """Sizes of the images and videos of a prompt, as the processor reports them.
 
-    image_grid_thw, video_grid_thw: int64 [N, 3]. second_per_grid: fp32 [N videos]. audio_lengths: int64 [N], in
-    frames of the sound encoder's input.
+    They determine rotary positions.
     """
 
     image_grid_thw: torch.Tensor | None = None
