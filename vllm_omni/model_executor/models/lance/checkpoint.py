@@ -29,7 +29,7 @@ _BASE_DIM, _DECODER_BASE_DIM = 160, 256
 
 @dataclass(frozen=True)
 class ComponentSource:
-    """One weight file's place among the model's parts. subfolder: None = the root itself."""
+    """The weight file of one component, with the attributes that vLLM's loader reads."""
 
     model_or_path: str
     """Path of the checkpoint."""
@@ -38,7 +38,7 @@ class ComponentSource:
     prefix: str
     """Prefix of the tensor names in the model."""
     fall_back_to_pt: bool = False
-    """Whether `.pt` files are accepted (vLLM's field; always false)."""
+    """Whether vLLM's loader may fall back to `.pt` files."""
 
 
 @dataclass(frozen=True)

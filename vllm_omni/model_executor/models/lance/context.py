@@ -19,7 +19,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PlacedSegment:
-    """A segment and its positions, int64 [3, length]."""
+    """A segment and its token positions."""
 
     segment: Segment
     """The segment."""
@@ -29,7 +29,7 @@ class PlacedSegment:
 
 @dataclass(frozen=True)
 class Visuals:
-    """Content of the visual blocks of a context. vit: decoder rows [n, D]. reference: clean latents, fp32 [n, 48]."""
+    """Content of the visual blocks of a context."""
 
     vit: torch.Tensor | None = None
     """Vision embeddings in the decoder's width, [n, D]."""

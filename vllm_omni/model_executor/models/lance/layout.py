@@ -27,7 +27,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """ids: a text run's tokens. grid: a block's (T, h, w) in decoder tokens. user: this run is the user's text."""
+    """A text run or a visual block."""
 
     kind: Kind
     """Kind of the segment."""

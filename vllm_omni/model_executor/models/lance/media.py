@@ -29,7 +29,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class Preset:
-    """Side of the square whose area a bucket has, for the latent encoder and for the vision tower."""
+    """Sides of the squares with the area of a bucket, in pixels."""
 
     vae: int
     """For the latent encoder, in pixels."""

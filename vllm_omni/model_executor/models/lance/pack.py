@@ -26,10 +26,9 @@ _CAPACITY_STEP = 128
 
 @dataclass(eq=False)
 class BranchCache:
-    """Keys and values of one context on this rank, and room in front of it for the block that is being denoised.
+    """K/V cache of one context on this rank.
 
-    k, v: [L, block + capacity, K, H]. block: slots of that room; a denoise step writes there alone. length: tokens of
-    the context so far.
+    Space before the context holds the block that is being denoised.
     """
 
     k: torch.Tensor
@@ -103,10 +102,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Attend:
-    """Let `tokens` attend. keys: to so many first tokens of the context; None = to the block and all of the context.
-
-    causal: the last query sees all of the keys, the one before one less.
-    """
+    """Attention of `tokens` to a cache."""
 
     expert: Expert
     """Expert of the tokens."""

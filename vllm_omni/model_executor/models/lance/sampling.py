@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maths between two forwards: flow-matching steps, guidance with renormalisation, and choosing the next token.
+"""The maths between two forward passes: flow-matching steps, renormalised guidance, and token
+sampling.
 
-Nothing here waits for the device. Held by the golden files and
-tests/model_executor/models/lance/test_lance_sampling.py.
+Nothing here synchronises with the device.
 """
 
 # N latent tokens, C channels, V vocabulary
@@ -92,7 +92,8 @@ class TokenChoice:
             return logits_V.argmax(dim=-1, keepdim=True)
         probabilities, ids = torch.softmax(logits_V / self.temperature, dim=-1).sort(descending=True)
         before = probabilities.cumsum(-1) - probabilities
-        kept = torch.where(before < self.top_p, probabilities, 0.0)  # the first is always kept
+        # the most likely token always remains
+        kept = torch.where(before < self.top_p, probabilities, 0.0)
         reached = kept.cumsum(-1)
         index = (reached <= uniform * reached[-1]).sum(dim=0, keepdim=True).clamp(max=len(ids) - 1)
         return ids.gather(0, index)

@@ -21,8 +21,8 @@ from vllm_omni.model_executor.step_cache import StepCache
 NUM_TRAIN_TIMESTEPS = 1000
 
 Kind = Literal["t2v", "i2v", "ti2v"]
-"""`t2v`: text alone. `i2v`: the picture's latents and a mask are further input channels. `ti2v`: text alone, or the
-picture's latents stand in the first latent frame, whose tokens are fed timestep 0."""
+"""`t2v`: text only. `i2v`: the image's latents and a mask are further input channels. `ti2v`: text
+only, or the image's latents are the first latent frame, with tokens at timestep 0."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
 }
 _IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "torch_dtype", "dtype")
-"""Keys that change nothing here (rotations are computed, so there is no longest sequence)."""
+"""Keys that have no effect here (rotations are computed, so the sequence length is unlimited)."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,12 @@ class Wan22Checkpoint:
 
     @property
     def in_channels(self) -> int:
-        """Input channels: noise, and for `i2v` a mask channel per pixel frame and the picture's latents."""
+        """Input channels: noise, and for `i2v` one mask channel per video frame and the image's
+        latents."""
         return 2 * self.z_dim + self.temporal_factor if self.kind == "i2v" else self.z_dim
 
     def latent_frames(self, num_frames: int) -> int:
-        """Raises ValueError unless `num_frames` is 1 + a multiple of the temporal factor."""
+        """Raise ValueError unless `num_frames` is 1 + a multiple of the temporal factor."""
         if (num_frames - 1) % self.temporal_factor:
             near = 1 + (num_frames - 1) // self.temporal_factor * self.temporal_factor
             raise ValueError(
@@ -98,7 +99,8 @@ class Wan22Checkpoint:
         return 1 + (num_frames - 1) // self.temporal_factor
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Pixel size -> latent size. Raises ValueError unless both are multiples of `size_multiple`."""
+        """Convert a size in pixels to latent cells. Raises ValueError unless both are multiples of
+        `size_multiple`."""
         multiple = self.size_multiple
         if height % multiple or width % multiple or min(height, width) < multiple:
             raise ValueError(f"height and width must be multiples of {multiple} pixels, got {height}x{width}")
@@ -106,7 +108,7 @@ class Wan22Checkpoint:
 
     @property
     def size_multiple(self) -> int:
-        """One token is 2 x 2 latent cells."""
+        """Pixels per token side: one token is 2 x 2 latent cells."""
         return 2 * self.spatial_factor
 
 
@@ -172,7 +174,7 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
-        """Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = parse_options(cls, options, "omni.model")
         if parsed.cfg_parallel and parsed.sequence_parallel:
             raise ValueError("omni.model: cfg_parallel and sequence_parallel both take the tensor-parallel ranks")
