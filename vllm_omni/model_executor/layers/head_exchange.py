@@ -15,8 +15,7 @@ scales are computed from it.
 """
 
 # B batch entries (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of
-# all ranks, N heads,
-# N_r heads of this rank, H head dim
+# all ranks, N heads, N_r heads of this rank, H head dim
 
 from collections.abc import Sequence
 

@@ -81,10 +81,12 @@ class Guidance:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """temperature 0 = the likeliest token; otherwise a draw from the likeliest tokens that together reach `top_p`."""
+    """How the next token is sampled."""
 
     temperature: float
+    """0: the most likely token."""
     top_p: float
+    """Sample from the most likely tokens whose probabilities add up to this."""
 
     def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return the next token's id, int64 [1] on the device. uniform: one number in [0, 1) on the device."""

@@ -9,7 +9,8 @@ an all-gather returns the results of the others. Caches hold only this rank's he
 sequence parallelism, everything here is the identity.
 """
 
-# T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this rank's part
+# T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this
+# rank's part
 
 from dataclasses import dataclass
 

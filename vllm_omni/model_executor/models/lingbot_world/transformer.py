@@ -11,8 +11,7 @@ The base is `wan/transformer.py`; the forward pass is in `wan/chunk_transformer.
 """
 
 # B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
-# width, N heads (of this
-# rank where sharded), H head dim, C = H/2 rotary channels, S text tokens
+# width, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels, S text tokens
 
 from collections.abc import Sequence
 from dataclasses import dataclass

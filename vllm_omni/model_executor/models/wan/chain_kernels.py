@@ -10,8 +10,7 @@ measures the speed.
 """
 
 # B batch entries, T tokens, D width (of this rank), C = H/2 rotary channels of a head. Kernel
-# parameters carry only
-# Triton's own annotations, because Triton reads annotations itself.
+# parameters carry only Triton's own annotations, because Triton reads annotations itself.
 
 from typing import Any
 

@@ -8,8 +8,8 @@ integers, and timestep tensors stay on the device. Forward passes can be replaye
 """
 
 # B batch entries (one chunk of one session each), F frames, T tokens of a chunk on this rank, D
-# width, N heads (of this
-# rank where sharded), H head dim, C = H/2 rotary channels, S sequence length of the context
+# width, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels, S sequence
+# length of the context
 
 import copy
 from collections import OrderedDict

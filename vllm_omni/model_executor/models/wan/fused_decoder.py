@@ -7,7 +7,8 @@ stream cut at any point is bitwise equal to one call over the whole clip. `fused
 where it is used.
 """
 
-# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are [N, H, W, C] in memory
+# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
+# [N, H, W, C] in memory
 
 from collections.abc import Iterator
 from functools import partial

@@ -7,7 +7,8 @@ parameters and the same feature cache. A stream can therefore switch between thi
 network. Nothing is compiled.
 """
 
-# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are [N, H, W, C] in memory
+# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
+# [N, H, W, C] in memory
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

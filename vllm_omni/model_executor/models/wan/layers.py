@@ -11,8 +11,8 @@ MLPs and the head run in fp32.
 """
 
 # B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
-# width, N heads (of this
-# rank where sharded), H head dim, C = H/2 rotary channels, S text tokens, P values of one patch
+# width, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels, S text tokens, P
+# values of one patch
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -11,8 +11,7 @@ next pass.
 """
 
 # B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C
-# channels, O channels of a
-# result; activations are [N, H, W, C] in memory
+# channels, O channels of a result; activations are [N, H, W, C] in memory
 
 from dataclasses import dataclass
 from enum import Enum

@@ -12,8 +12,7 @@ gates, normalisation, rotation, the time MLPs and the head run in fp32.
 """
 
 # B batch entries, L tokens of an entry, T of them on this rank, D width, N heads (of this rank
-# where sharded), H head
-# dim, C = H/2 rotary channels, S text tokens
+# where sharded), H head dim, C = H/2 rotary channels, S text tokens
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar

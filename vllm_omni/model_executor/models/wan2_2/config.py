@@ -69,15 +69,19 @@ _IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "torch_dt
 
 @dataclass(frozen=True)
 class Wan22Checkpoint:
-    """kind: see `Kind`. boundary_ratio: `transformer` serves timesteps at or above this share of 1000, `transformer_2`
-    those below; None = one transformer. z_dim, spatial_factor, temporal_factor: the VAE's.
-    """
+    """Conditioning, experts and VAE sizes of a checkpoint."""
 
     kind: Kind
+    """See `Kind`."""
     boundary_ratio: float | None
+    """`transformer` serves timesteps at or above this fraction of 1000, `transformer_2` those
+    below. None: one transformer."""
     z_dim: int
+    """Latent channels."""
     spatial_factor: int
+    """Pixels per latent cell side."""
     temporal_factor: int
+    """Video frames per latent frame after the first."""
 
     @property
     def two_experts(self) -> bool:
@@ -114,13 +118,18 @@ class Wan22Checkpoint:
 
 @dataclass(frozen=True)
 class Recommended:
-    """The authors' sampling defaults (Wan-Video/Wan2.2 and Wan2.1, wan/configs). guidance_2: below the boundary."""
+    """The authors' sampling defaults (Wan-Video/Wan2.2 and Wan2.1, wan/configs)."""
 
     num_inference_steps: int
+    """Denoise steps."""
     guidance: float
+    """Guidance scale of the first or only expert."""
     guidance_2: float | None
+    """Guidance scale below the boundary. None: one transformer."""
     num_frames: int
+    """Video frames."""
     fps: float
+    """Video frames per second."""
 
 
 def recommended(checkpoint: Wan22Checkpoint) -> Recommended:
@@ -138,18 +147,23 @@ Shift = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of requests; None = the checkpoint's authors'.
-
-    guidance_scale_2: below the boundary. flow_shift: of the noise schedule (authors: 3 at 480p, 5 at 720p and above).
-    """
+    """Defaults of requests."""
 
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Denoise steps. Range: 1 to 1000. Default: the authors'."""
     guidance_scale: Guidance | None = None
+    """Guidance scale. Default: the authors'."""
     guidance_scale_2: Guidance | None = None
+    """Guidance scale below the boundary. Default: the authors'."""
     num_frames: Count | None = None
+    """Video frames. Default: the authors'."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    """Video frames per second. Range: above 0, up to 240. Default: the authors'."""
     negative_prompt: str = ""
+    """Negative prompt. Default: empty."""
     flow_shift: Shift | None = None
+    """Shift of the noise schedule (authors: 3 at 480p, 5 at 720p and above). Default: the
+    checkpoint's."""
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -24,23 +24,34 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """A checked request. guidance: of the first expert (or the only one), guidance_2: below the boundary; a branch for
-    the negative prompt is run only when guidance is above 1. latent_shape: [z_dim, F, h, w].
-    """
+    """A validated request. The negative prompt is run only if guidance is above 1."""
 
     prompt: str
+    """Text of the video."""
     negative_prompt: str
+    """Text to guide away from."""
     height: int
+    """Pixels."""
     width: int
+    """Pixels."""
     num_frames: int
+    """Video frames."""
     latent_shape: tuple[int, int, int, int]
+    """[z_dim, F, h, w]."""
     num_inference_steps: int
+    """Denoise steps."""
     guidance: float
+    """Guidance scale of the first or only expert."""
     guidance_2: float
+    """Guidance scale below the boundary."""
     flow_shift: float | None
+    """Shift of the noise schedule. None: the checkpoint's."""
     seed: int
+    """Seed of the noise."""
     fps: float
+    """Video frames per second."""
     step_cache: float | None = None
+    """Threshold for skipping steps. None: off."""
 
     @property
     def guided(self) -> bool:

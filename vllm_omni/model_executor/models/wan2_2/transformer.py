@@ -11,8 +11,7 @@ Maths: diffusers `WanTransformer3DModel` 0.42 (Wan-Video/Wan2.2, wan/modules/mod
 """
 
 # B batch entries (one branch of one request each), L tokens of a video, T of them on this rank, D
-# width, S text tokens,
-# N heads (of this rank where sharded), H head dim, C = H/2 rotary channels
+# width, S text tokens, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,18 +51,20 @@ class OwnTokens:
 
 @dataclass(frozen=True)
 class VideoRow:
-    """One row of a forward; tensors on the model's device.
-
-    inputs: [in_channels, F, h, w], any float type. timestep: in [0, 1000], of all frames but the first `clean_frames`.
-    rope: (cos_TC, sin_TC) fp32, this rank's tokens. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`.
-    """
+    """One batch entry of a forward pass; tensors on the model's device."""
 
     inputs: torch.Tensor
+    """[in_channels, F, h, w], any float dtype."""
     timestep: float
+    """In [0, 1000], of all frames except the first `clean_frames`."""
     rope: tuple[torch.Tensor, torch.Tensor]
+    """(cos_TC, sin_TC) fp32 of this rank's tokens."""
     cross_kv: torch.Tensor
+    """[layers, 2, S, N, H] from `cross_attention_kv`."""
     clean_frames: int = 0
+    """Leading latent frames at timestep 0."""
     window: OwnTokens = field(default_factory=OwnTokens)
+    """K/V of the current layer."""
 
     @property
     def frames(self) -> range:

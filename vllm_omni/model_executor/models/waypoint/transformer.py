@@ -16,8 +16,8 @@ code.
 """
 
 # B batch entries (one frame of one session each), T tokens of a frame, D width, N heads (of this
-# rank), H head dim,
-# C = H/2 channel pairs, S sequence length of a prompt, E its width, L layers of this stage
+# rank), H head dim, C = H/2 channel pairs, S sequence length of a prompt, E its width, L layers of
+# this stage
 
 import copy
 import math
@@ -114,20 +114,22 @@ class Chains(chains.Chains):
 
 @dataclass(frozen=True)
 class FrameRow:
-    """Inputs of one row of a forward; on the model's device.
-
-    latents: fp32 [C, h, w]. sigma: noise level, 0 for the pass that makes the K/V that stay. rope: of `rope`.
-    control: of `controls`. window: the session's, where every block writes at `place`. prompt_kv: of
-    `cross_attention_kv`.
-    """
+    """One batch entry of a forward pass; tensors on the model's device."""
 
     latents: torch.Tensor
+    """fp32 [C, h, w]."""
     sigma: float
+    """Noise level; 0 for the clean-context pass."""
     rope: Rotation
+    """Result of `rope`."""
     control: torch.Tensor
+    """Result of `controls`."""
     window: FrameRings
+    """The session's ring buffers, which every block writes to at `place`."""
     place: FramePlace
+    """Where the K/V of the frame are written."""
     prompt_kv: torch.Tensor | None = None
+    """Result of `cross_attention_kv`. None: no prompt."""
 
 
 @dataclass(frozen=True)
