@@ -3,13 +3,17 @@
 
 python scripts/options.py
 
-An option's text stands behind its name in its class's docstring: "name: text", or "name, other: text" for several.
+An option's text is the string literal under its field. Classes without such literals give it in
+their docstring: "name: text", or "name, other: text" for several.
 One that only another's text mentions, in back quotes, is explained there.
 """
 
+import ast
 import importlib
 import inspect
+import itertools
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -45,8 +49,25 @@ def load(path: str) -> type[msgspec.Struct]:
     return found
 
 
+def field_texts(owner: type) -> dict[str, str]:
+    """Return the string literals under the fields of a class, by field."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    except (OSError, TypeError):  # msgspec's own base has no source
+        return {}
+    found = {}
+    for field, below in itertools.pairwise(getattr(tree, "body", [])):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(inspect.cleandoc(text).split())
+    return found
+
+
 def texts(options: type[msgspec.Struct]) -> dict[str, str]:
-    """Each option's text, from the docstrings of the class and its bases."""
+    """Return each option's text: the literal under its field, else the docstring of a class."""
     names = [field.name for field in msgspec.structs.fields(options)]
     word = rf"(?:{'|'.join(sorted(names, key=len, reverse=True))})(?: \([^)]*\))?"
     heading = re.compile(rf"(?<![\w.`])({word}(?:(?:, |; | and ){word})*): ")
@@ -60,6 +81,7 @@ def texts(options: type[msgspec.Struct]) -> dict[str, str]:
             for name in re.findall(r"\w+", re.sub(r"\([^)]*\)", "", mark[1])):
                 if name in names:
                     found[name] = text
+        found |= {name: text for name, text in field_texts(owner).items() if name in names}
     elsewhere = {name: f"see `{other}`" for name in names for other in found if f"`{name}`" in found[other]}
     return elsewhere | found
 

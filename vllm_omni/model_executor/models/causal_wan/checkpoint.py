@@ -38,16 +38,16 @@ _CAUSAL_CLASSES = CLASSES[:2]
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a training checkpoint or a folder of safetensors.
-
-    origin: the release it is of. lora: merged into the transformer when it is loaded; None = nothing is.
-    """
+    """The components of one checkpoint. `transformer` is a training checkpoint or a folder of safetensors."""
 
     download_name: ClassVar[str] = "causal_wan"
 
     kind: Literal["original", "diffusers"]
+    """The layout."""
     origin: Release
+    """The release that the checkpoint belongs to."""
     lora: Path | None
+    """LoRA that is merged into the transformer at load time. None: no LoRA."""
 
     def release(self) -> str:
         return self.origin.download_name

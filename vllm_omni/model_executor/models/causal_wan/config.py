@@ -92,30 +92,32 @@ _IGNORED = (*IGNORED, "latent_hw", "rope_cache_policy")
 
 
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the choices on which the public implementations differ.
-
-    cache: the past that a chunk attends to. `strict`: the clean chunk, by one more pass at timestep 0 (Self-Forcing).
-        `noise_matched`: at each denoise step, earlier chunks as they were there; no clean pass, a window for every
-        step (StreamDiffusionV2).
-    denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5. A release trained
-        with other steps has those as its default and reads them as its own code does (CausVid: as timesteps).
-    video_input: whether streams may repaint an input video or begin with a picture (loads the VAE's encoder).
-    video_denoising_steps: video-to-video schedule, timesteps themselves; the first entry only says how many steps
-        there are, the noise controller replaces it chunk by chunk.
-    normalize_video_latent: False feeds the VAE's raw means, as StreamDiffusionV2's checkpoints expect.
-    sink_position: `window` moves the sinks' rotary positions along, just before the oldest frame the chunk sees, so
-        that no distance grows beyond the window; `absolute` leaves them where they were made (the original).
-    sink_refresh_threshold: a frame that leaves the window replaces the sink it resembles least if their similarity is
-        below this; None = sinks stay. Needs chunks of one frame.
-    """
+    """`StreamingOptions`, and the choices on which the public implementations differ."""
 
     cache: CacheKind = "strict"
+    """K/V of earlier chunks that a chunk attends to. `strict`: clean chunks, written by a
+    clean-context pass at timestep 0 (Self-Forcing). `noise_matched`: at each denoise step, earlier
+    chunks as they were at that step; no clean-context pass, one window per step
+    (StreamDiffusionV2)."""
     denoising_steps: list[float] = msgspec.field(default_factory=lambda: [1000.0, 750.0, 500.0, 250.0])
+    """Text-to-video schedule. A step s means entry 1000 - s of the table shifted by 5. A release
+    that was trained with other steps has those as its default and interprets them as its own code
+    does (CausVid: as timesteps)."""
     video_input: bool = True
+    """Whether streams may repaint an input video or start from an image. Loads the VAE's
+    encoder."""
     video_denoising_steps: list[float] = msgspec.field(default_factory=lambda: [700.0, 500.0, 400.0, 200.0])
+    """Video-to-video schedule, as timesteps. The noise controller replaces the first entry chunk by
+    chunk."""
     normalize_video_latent: bool = True
+    """Normalise the latents of an input video. False: use the VAE's raw means, as
+    StreamDiffusionV2's checkpoints expect."""
     sink_position: Literal["window", "absolute"] = "window"
+    """`window`: the rotary positions of sink frames move along, just before the oldest frame that
+    the chunk sees, so that no distance exceeds the window. `absolute`: they stay (the original)."""
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
+    """A frame that leaves the window replaces the most different sink frame if their similarity is
+    below this. Requires chunks of one frame. None: sink frames are never renewed."""
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "CausalWanOptions":

@@ -22,18 +22,22 @@ def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance of one drawing. It acts on steps with low < t <= high, if a scale is above 1.
+    """Classifier-free guidance of one generated image or video.
 
-    scale: against the context without the user's text. image_scale: of an edit, against the context without the picture
-    or clip. renorm: `global` limits the guided velocity to the conditional one's norm over all tokens and channels,
-    `channel` per token, `none` not at all. renorm_min: the smallest factor.
+    It applies to steps with low < t <= high if a scale is above 1.
     """
 
     scale: float
+    """Scale against the context without the user's text."""
     interval: tuple[float, float]
+    """(low, high), in [0, 1]."""
     renorm: str
+    """`global` limits the guided velocity to the conditional one's norm over all tokens and
+    channels, `channel` per token, `none` not at all."""
     renorm_min: float
+    """The smallest factor of the renormalisation."""
     image_scale: float = 1.0
+    """Scale of an edit against the context without the image or clip."""
 
     @property
     def guides_text(self) -> bool:

@@ -27,12 +27,16 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadShare:
-    """One rank's query heads and the key/value heads that they read: how many, and the first of each."""
+    """The query heads of one rank and the K/V heads that they use."""
 
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of K/V heads."""
     first_head: int
+    """First query head."""
     first_kv_head: int
+    """First K/V head."""
 
     @property
     def kv(self) -> slice:

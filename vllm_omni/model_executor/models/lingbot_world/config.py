@@ -168,20 +168,20 @@ CONVENTIONS: Final[dict[Convention, Choices]] = {
 
 
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and LingBot World's own.
-
-    version: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast): same network, other defaults for
-        `shift` (10 / 5), `denoise_indices`, `sink_frames` (9 / 6). None = the checkpoint's.
-    convention: whose choices are made where public implementations differ: the `realtime` doors', the `original`'s,
-        SGLang's (`sglang`, or `sglang_lazy` with its lazy encode) or vLLM-Omni's pull request 3701's (`pr3701`); the
-        model's README lists them.
-    shift, denoise_indices: override the version's schedule.
-    """
+    """`StreamingOptions`, and LingBot World's own."""
 
     version: Version | None = None
+    """Generation of the network: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast).
+    They differ in the defaults of `shift` (10 / 5), `denoise_indices` and `sink_frames` (9 / 6).
+    Default: the checkpoint's."""
     convention: Convention = "realtime"
+    """Public implementation to follow where they differ: the `realtime` endpoints, the `original`,
+    SGLang (`sglang`, or `sglang_lazy` with its lazy encode) or vLLM-Omni's pull request 3701
+    (`pr3701`). The model's README lists the differences."""
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Shift of the noise schedule. Default: the version's."""
     denoise_indices: list[int] | None = None
+    """Denoise steps, as indices of the schedule. Default: the version's."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":
