@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmasked attention of one sequence, by the fastest kernel the device has.
+"""Unmasked attention of one sequence, with the fastest kernel of the device.
 
-On CUDA devices that vLLM's FlashAttention 3 supports, that kernel; otherwise torch's scaled-dot-product attention
-(which picks cuDNN, flash or a CPU kernel). Causality between chunks is given by which keys are passed in; text adds
-the usual triangle, aligned to the last key.
+On CUDA devices that vLLM's FlashAttention 3 supports, that kernel is used. Elsewhere torch's
+scaled-dot-product attention chooses cuDNN, flash or a CPU kernel. The caller makes attention causal
+between chunks by passing only the visible keys. Text attention adds the usual triangular mask,
+aligned to the last key.
 """
 
 # T query tokens, S key tokens, N heads, H head dim
@@ -18,7 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 @cache
 def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
-    """Return vLLM's `flash_attn_varlen_func`, of the first version that runs on the current CUDA device; else None."""
+    """Return the first `flash_attn_varlen_func` of vLLM, by version, that the CUDA device supports,
+    or None."""
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, is_fa_version_supported
     except ImportError:
@@ -27,7 +29,7 @@ def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
     return partial(flash_attn_varlen_func, fa_version=found[0]) if found else None
 
 
-@cache  # without end: a captured CUDA graph keeps reading them
+@cache  # unbounded, because captured CUDA graphs read these tensors for as long as they exist
 def _cu_seqlens(length: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, length], dtype=torch.int32, device=device)
 
@@ -40,12 +42,16 @@ def attention(
     causal: bool = False,
     key_range: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the type of `q_TNH`.
+    """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the dtype of `q_TNH`.
 
-    Every query sees every key or, when causal, query t the first S - T + t + 1 of them (S >= T). Keys and values may
-    have fewer heads than queries (grouped-query attention).
-    key_range: int32 [2] on the device of `q_TNH`, 0 and how many of the first keys are seen: a number that the host
-    need not know, so that one CUDA graph serves every length. Not together with `causal`.
+    Args:
+        q_TNH: Queries.
+        k_SNH: Keys. Their number of heads may divide that of the queries (grouped-query attention).
+        v_SNH: Values, with as many heads as the keys.
+        causal: Query t attends to the first S - T + t + 1 keys only. Requires S >= T.
+        key_range: int32 [2] on the device of `q_TNH`: 0 and the number of leading keys to attend
+            to. The host does not read this number, so that one CUDA graph serves every length.
+            Excludes `causal`. Default: all keys.
     """
     if key_range is not None:
         return _attention_to_first(q_TNH, k_SNH, v_SNH, key_range)
@@ -70,10 +76,11 @@ def attention(
 
 
 def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """`attention` of many queries to a prompt's few keys, of sizes that come again and again.
+    """Return `attention` of many queries to the few keys of a prompt.
 
-    On Hopper by cuDNN, which is faster there than FlashAttention 3, and makes a plan of every size it meets. vLLM turns
-    cuDNN off in torch's own choice of kernels; it is called by name here.
+    Hopper GPUs use cuDNN, because it is faster there than FlashAttention 3 for so few keys. cuDNN
+    builds a plan for each new size, which pays off because prompts have few sizes. vLLM disables
+    cuDNN in torch's automatic choice of kernels, so this function calls it explicitly.
     """
     if _is_half(q_TNH) and _flash_attention(3) and torch.backends.cudnn.is_available():
         q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
@@ -83,7 +90,7 @@ def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
 
 
 def _batch_of_one(*tensors_TNH: torch.Tensor) -> list[torch.Tensor]:
-    """[1, N, T, H] of each, views: the order of torch's kernels."""
+    """Return each tensor as a view [1, N, T, H], the layout of torch's attention."""
     return [x_TNH.transpose(0, 1).unsqueeze(0) for x_TNH in tensors_TNH]
 
 
@@ -94,7 +101,7 @@ def _is_half(q_TNH: torch.Tensor) -> bool:
 def _attention_to_first(
     q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, key_range: torch.Tensor
 ) -> torch.Tensor:
-    """`attention` to the first `key_range[1]` keys; on CUDA nothing waits for that number."""
+    """Return `attention` to the first `key_range[1]` keys, without a host synchronisation on CUDA."""
     if q_TNH.device.type == "cpu":
         seen = slice(0, int(key_range[1]))
         return attention(q_TNH, k_SNH[seen], v_SNH[seen])
@@ -120,9 +127,10 @@ def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_words(x: torch.Tensor) -> torch.Tensor:
-    """A view of `x` in numbers of eight bytes where its last dimension allows: strided copies of shorter are slow.
+    """View `x` as 8-byte elements if its last dimension allows, because strided copies of narrower
+    elements are slow.
 
-    `x` itself in compiled code, whose loops read as wide as they can.
+    Compiled code gets `x` itself: its loops already use the widest loads.
     """
     if torch.compiler.is_compiling() or x.shape[-1] * x.itemsize % torch.int64.itemsize:
         return x

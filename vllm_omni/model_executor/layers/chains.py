@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Chains`: a network's arithmetic between matrix products and attention, as a table of pure functions.
+"""`Chains`: the fused pointwise ops of a network, as a table of pure functions.
 
-Run eagerly, each operation of a chain reads and writes its tensors once; compiled, or as one kernel, the whole chain
-does.
-Held by the transformer tests of the models: tests/model_executor/models/lance/test_lance_transformer.py,
-tests/model_executor/models/lingbot_world/test_lingbot_transformer.py.
+These are the operations between matrix products and attention. In eager mode each operation reads
+and writes its tensors once. Compiled, or as one Triton kernel, the whole fused op does so once.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +15,19 @@ from vllm.triton_utils import HAS_TRITON
 
 @dataclass(frozen=True)
 class Chains:
-    """Base of a network's table: a subclass has a field for each function, which is its default."""
+    """Base of a network's table of fused pointwise ops.
+
+    A subclass has one field per function. The default of the field is the plain function.
+    """
 
     @classmethod
     def build(cls, compiled: bool) -> Self:
-        """Return the functions, plain or each compiled by `fuse`; for tensors on CUDA those of `kernels`."""
+        """Return the table with plain or compiled functions, and with `kernels` for tensors on
+        CUDA.
+
+        Args:
+            compiled: Compile each function with `fuse`.
+        """
         functions: dict[str, Any] = dict(vars(cls()))
         if compiled:
             functions = {name: cls.fuse(function) for name, function in functions.items()}
@@ -31,17 +37,18 @@ class Chains:
 
     @staticmethod
     def kernels() -> Sequence[Callable[..., Any]]:
-        """Triton kernels of functions, by their names; asked for where Triton is."""
+        """Return the Triton kernels that replace functions of the same names; called only where
+        Triton is installed."""
         return ()
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile for the static shapes that the function meets."""
+        """Compile `function` for the static shapes that it is called with."""
         return torch.compile(function, dynamic=False)
 
 
 def on_cuda(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a tensor first: `kernel` for one on CUDA, else `other`."""
+    """Return a function that calls `kernel` if its first argument is on CUDA, else `other`."""
 
     def chosen(x: torch.Tensor, *args: Any) -> Any:
         return (kernel if x.is_cuda else other)(x, *args)

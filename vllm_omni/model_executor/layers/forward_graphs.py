@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ForwardGraphs`: forwards that come again are launched as CUDA graphs instead of kernel by kernel.
+"""`ForwardGraphs`: capture repeated forward passes as CUDA graphs and replay them.
 
-A graph repeats the host's decisions at its capture, so a caller names all of them: the tensors that are read and
-written in place (`places`), and in a key slots, lengths, branches. Tensors that differ from call to call are inputs,
-copied to where the graph reads them; `steady` ones, whose numbers never change, only when another tensor comes.
-A stream whose K/V ring is full comes back to the same slots after one turn of the ring, and a session that takes the
-ring of one that has ended (`KeptMemory`) begins at its slots: a handful of graphs serves them for ever.
+A graph repeats the decisions that the host made at capture. The caller therefore names all of them:
+the tensors that are read and written in place (`places`), and a key with slots, lengths and
+branches. Tensors that differ from call to call are inputs, which are copied to the address that the
+graph reads. Inputs in `steady` never change their values, so they are copied only when another
+tensor is passed. A session with a full K/V ring buffer returns to the same slots after one cycle,
+and a new session that reuses a pooled ring buffer (`KeptMemory`) starts at its first slots. A small
+number of graphs therefore serves all sessions.
 
-A key's first forward at its places runs as it is (and compiles lazy parts), its second is captured, later ones are
-replayed. Once a whole forward of some kind has run, its keys are captured at their first, so that a new session does
-not begin with launches kernel by kernel. A forward that cannot be captured runs as it is, from then on.
-All graphs share one memory pool and the place of their results, since only one runs at a time.
+The first forward pass of a key runs eagerly, which also compiles lazy parts. The second is
+captured, and later ones are replayed. After one complete forward pass of a kind, other keys of this
+kind are captured at their first pass, so that a new session does not start with eager launches. A
+forward pass whose capture fails stays eager. All graphs share one memory pool and one output
+buffer, because only one graph runs at a time.
 
-A forward is one graph, or several with calls between them that no graph may hold (`between_graphs`): collectives, which
-stop the devices when NCCL's kernels are replayed. A rank that replays and one that does not yet still meet in each.
-Why not vLLM's `CUDAGraphWrapper`: it keys graphs by the number of tokens, and a forward here also
-depends on slots and lengths of K/V rings.
-Held by tests/model_executor/layers/test_forward_graphs.py.
+A forward pass is one graph, or several with calls between them that a graph cannot contain
+(`between_graphs`). These calls are collectives: replaying NCCL's kernels stalls the devices. They
+also allow one rank to replay while another still runs eagerly.
 """
 
 import itertools
@@ -36,10 +37,12 @@ logger = logging.getLogger("vllm." + __name__)
 Inputs = dict[str, torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
-"""Record a forward; returns the tensor its result will be in, and the call that runs it."""
+"""Records a forward pass. Returns the tensor that receives its result, and the function that
+replays it."""
 
 _STALE: Final = 8
-"""A graph is out of use when so many times the capacity have been replayed since: a turn of a ring takes 2 to 4."""
+"""A graph counts as unused after this many times `capacity` replays of other graphs. One cycle of a
+ring buffer takes 2 to 4 times the capacity."""
 
 
 _numbers = WeakTensorKeyDictionary()
@@ -47,9 +50,9 @@ _next_number = itertools.count()
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Return a number that no other tensor object of this process has or had.
+    """Return a number that is unique among all tensor objects of this process, past and present.
 
-    An address would not do: memory that was freed is given to others.
+    An address is not unique, because the allocator reuses freed memory.
     """
     if tensor not in _numbers:
         _numbers[tensor] = next(_next_number)
@@ -57,9 +60,11 @@ def identity(tensor: torch.Tensor) -> int:
 
 
 def between_graphs(run: Callable[[], object]) -> None:
-    """Call `run`; in a capture, end a graph before it and begin another behind it, and let replays call it.
+    """Call `run` outside any CUDA graph.
 
-    The tensors it reads and writes must be the same at its next call: `kept_copy`, `kept_buffer`.
+    During a capture, this ends the current graph, calls `run` and starts the next graph. Replays
+    call `run` between the two graphs. `run` must read and write the same tensors each time, for
+    example those of `kept_copy` and `kept_buffer`.
     """
     if _recording is None:
         run()
@@ -68,17 +73,24 @@ def between_graphs(run: Callable[[], object]) -> None:
 
 
 def kept_copy(name: str, x: torch.Tensor) -> torch.Tensor:
-    """`x`, contiguous; in a capture a copy of it in `kept_buffer`."""
+    """Return `x` contiguous, copied into `kept_buffer` during a capture."""
     if _recording is None:
         return x.contiguous()
     return kept_buffer(name, x.shape, x).copy_(x)
 
 
 def kept_buffer(name: str, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised tensor, contiguous; in a capture the same for all calls of a name, shape and type.
+    """Return an uninitialised contiguous tensor; during a capture, all calls with one name, shape
+    and dtype share it.
 
-    So its content must be used before the next call. (A tensor for each would keep its memory for ever.)
-    dtype: None = of `like`.
+    The caller must use its content before the next such call. A tensor per call would hold its
+    memory for as long as the graph exists.
+
+    Args:
+        name: Identifies the buffer, together with shape and dtype.
+        shape: Shape of the tensor.
+        like: Tensor whose device is used, and whose dtype is the default.
+        dtype: Default: that of `like`.
     """
     dtype = dtype or like.dtype
     if _recording is None:
@@ -87,7 +99,8 @@ def kept_buffer(name: str, shape: Sequence[int], like: torch.Tensor, dtype: torc
 
 
 class _Recording:
-    """A capture in progress. pieces: the replays, in order. buffers: of `kept_buffer`, of all captures."""
+    """A capture in progress: its replays in order (`pieces`), and the shared buffers of all
+    captures."""
 
     def __init__(self, pool: Any, buffers: dict[Hashable, torch.Tensor]) -> None:
         self.pieces: list[Callable[[], object]] = []
@@ -96,7 +109,7 @@ class _Recording:
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog, decoders of media) may use the device meanwhile.
+        # Other threads (NCCL's watchdog, media decoders) may use the device during a capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
 
@@ -126,7 +139,8 @@ _recording: _Recording | None = None
 
 
 class CudaCapture:
-    """Capture on a stream of its own, without the waiting and cache clearing of `torch.cuda.graph`."""
+    """Capture on a dedicated CUDA stream, without the synchronisation and cache clearing of
+    `torch.cuda.graph`."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -137,7 +151,8 @@ class CudaCapture:
         global _recording
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
-        self._stream = self._stream or torch.cuda.Stream(priority=current.priority)  # which its kernels keep
+        # captured kernels keep this priority
+        self._stream = self._stream or torch.cuda.Stream(priority=current.priority)
         self._stream.wait_stream(current)
         recording = _Recording(self._pool, self._buffers)
         with torch.cuda.stream(self._stream):
@@ -154,30 +169,41 @@ class CudaCapture:
 
 @dataclass(eq=False)
 class _Graph:
-    """output: where `replay` writes its result, as others do. last_used: number of the newest replay."""
+    """A captured forward pass."""
 
     output: torch.Tensor
+    """Tensor that `replay` writes the result to. All graphs share it."""
     replay: Replay
+    """Replays the graph."""
     places: tuple[TensorWeakRef, ...]
+    """Weak references to the tensors that the graph reads and writes in place."""
     last_used: int = 0
+    """Sequence number of the latest replay."""
 
     @property
     def is_dead(self) -> bool:
-        """Whether a tensor that it reads and writes is gone."""
+        """Return whether one of the tensors that the graph reads and writes has been freed."""
         return any(place() is None for place in self.places)
 
 
 class ForwardGraphs:
-    """capacity: graphs kept. Those whose places are gone make room for others, then those out of use; while all others
-    are in use, a new forward runs as it is. (A graph is not worth a capture if it is gone before it is needed again.)
+    """Cache of captured forward passes.
+
+    When the cache is full, graphs with freed tensors are evicted first, then unused graphs. If all
+    graphs are in use, a new forward pass stays eager, because a graph that is evicted before its
+    next use does not repay its capture.
+
+    Args:
+        capacity: Maximum number of graphs.
+        capture: Records a forward pass. Default: `CudaCapture`.
     """
 
     def __init__(self, capacity: int = 128, capture: Capture | None = None) -> None:
         self.kept: KeptMemory[Any] = KeptMemory()
-        """Of ended requests and sessions, whose graphs wait for new ones."""
+        """Memory of closed requests and sessions, pooled because its graphs can serve new ones."""
         self._capacity = capacity
         self._capture = capture or CudaCapture()
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()  # the one unused for longest first
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()  # least recently used first
         self._replays = 0
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._kinds: set[Hashable] = set()
@@ -186,7 +212,7 @@ class ForwardGraphs:
         self._copied: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
-        """Number of captured graphs."""
+        """Return the number of captured graphs."""
         return len(self._graphs)
 
     def __call__(
@@ -200,11 +226,16 @@ class ForwardGraphs:
         whole: bool = True,
         steady: Collection[str] = (),
     ) -> torch.Tensor:
-        """Return `forward(inputs)`, by a graph if this `key` or `kind` came before.
+        """Return `forward(inputs)`, replayed from a graph if this `key` or `kind` has run before.
 
-        key: None = never by a graph. places: the tensors that are read and written in place. kind: equal where the
-        same kernels run; None = it cannot be told. whole: it runs all kernels of its kind. steady: names of inputs that
-        nobody writes to once they are made.
+        Args:
+            key: Identifies all decisions of the host. None: run eagerly.
+            inputs: Tensors that may differ from call to call.
+            forward: The forward pass.
+            places: Tensors that the forward pass reads and writes in place.
+            kind: Equal for forward passes that launch the same kernels. None: unknown.
+            whole: The forward pass launches all kernels of its kind.
+            steady: Names of inputs that are never written to after their creation.
         """
         shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
         key = None if key is None else (key, tuple(identity(place) for place in places), shapes)
@@ -232,7 +263,8 @@ class ForwardGraphs:
         return graph.output.clone()
 
     def forget(self) -> None:
-        """Drop every graph, and the kept memory: the tensors that graphs read may have moved."""
+        """Evict all graphs and the pooled memory, because the tensors that graphs read may have
+        moved."""
         self.kept.trim(0)
         self._graphs.clear()
         self._seen.clear()
@@ -241,10 +273,10 @@ class ForwardGraphs:
         self._inputs.clear()
         self._copied.clear()
         if isinstance(self._capture, CudaCapture):
-            self._capture = CudaCapture()  # a pool ends with its last graph
+            self._capture = CudaCapture()  # the pool is freed with its last graph
 
     def _came_before(self, key: Hashable, kind: Hashable | None, whole: bool) -> bool:
-        """Whether a forward of this key or kind has run; notes that one does now."""
+        """Return whether this key or kind has run before, and record that it runs now."""
         again = key in self._seen or kind in self._kinds
         self._seen[key] = None
         self._seen.move_to_end(key)
@@ -255,7 +287,7 @@ class ForwardGraphs:
         return again
 
     def _has_room(self) -> bool:
-        """Make room for one more graph, if there is none; whether there is now."""
+        """Return whether there is room for one more graph, after evicting one if necessary."""
         if len(self._graphs) < self._capacity:
             return True
         for key in [key for key, graph in self._graphs.items() if graph.is_dead]:
@@ -267,7 +299,8 @@ class ForwardGraphs:
         return len(self._graphs) < self._capacity
 
     def _own(self, inputs: Mapping[str, torch.Tensor], steady: Collection[str]) -> Inputs:
-        """The tensors that graphs read, holding `inputs`; the same for all graphs, of which one runs at a time."""
+        """Copy `inputs` into the tensors that all graphs read; sharing them is safe because one
+        graph runs at a time."""
         own: Inputs = {}
         for name, tensor in inputs.items():
             place = (name, tensor.shape, tensor.dtype, tensor.device)

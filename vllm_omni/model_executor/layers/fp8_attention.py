@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to FP8 (e4m3) keys and values as a window stores them, with both products in FP8, by cuDNN on Hopper.
+"""Attention with both matrix products in FP8 (e4m3), to keys and values stored in FP8, by cuDNN on
+Hopper.
 
-Queries are rounded to e4m3 too, and so is the result; softmax is in fp32. cuDNN has one scale for a whole tensor, a
-window one for each head, so the heads' scales go where they are exact: those of keys into the queries before they are
-rounded, those of values into the result. All scales are powers of two, and none depends on the queries.
+Queries and the result are quantized to e4m3 too; softmax runs in fp32. cuDNN accepts one scale per
+tensor, but a K/V window has one per head. The scales per head are therefore applied where they are
+exact: those of keys to the queries before these are quantized, those of values to the result. All
+scales are powers of two and none depends on the queries.
 
-The graphs are cuDNN's, through its Python package, which vLLM's CUDA builds require. Bits are the same for every call
-of the same sizes. Held by tests/model_executor/layers/test_fp8_attention.py; timed by benchmarks/attention_kernels.py.
+The graphs come from cuDNN's Python package, which vLLM's CUDA builds require. Results are bitwise
+reproducible for calls of the same sizes. `benchmarks/attention_kernels.py` measures the speed.
 """
 
 # T query tokens, S stored tokens, N heads, H head dim
@@ -22,33 +24,42 @@ from vllm_omni.model_executor.layers.attention import in_words
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen
 
 _QUERY_SCALE = 8.0
-"""Queries times their keys' scale are of the size of 1 / 4: times this, few lie below e4m3's smallest normal number."""
+"""Factor of the queries. Queries times the scales of their keys are around 1/4; after this factor,
+few are subnormal in e4m3."""
 _PROBABILITY_SCALE = 256.0
-"""Probabilities, before they are divided by their sum, are at most 1."""
+"""Factor of the attention probabilities, which are at most 1 before normalisation."""
 _RESULT_SCALE = 4.0
-"""A result is a mean of values, whose first chunk lies below 448 / 16: it may grow to four times that."""
+"""Factor of the result. It is a mean of values; those of the first chunk are below 448 / 16, and
+later ones may be four times as large."""
 _FEWEST_KEYS = 2
-"""Times as many as queries. With fewer keys the product in bf16 takes as long."""
+"""Minimum ratio of keys to queries. With fewer keys, the bf16 product is as fast."""
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [T, N, H], keys and values [S, N, H] to the result [T, N, H], all e4m3, queries and result as scaled."""
+"""Maps queries [T, N, H], keys [S, N, H] and values [S, N, H] to the result [T, N, H]. All are
+e4m3; queries and result are scaled."""
 
 
 def fp8_attention(
     q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_2N: torch.Tensor, tokens_S: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Return the attention of `q_TNH`, in its type, to stored keys and values, or None where the product of widened
-    numbers is as fast, or this device or its cuDNN has none of FP8.
+    """Return attention to quantized keys and values, or None where FP8 is not faster.
 
-    stored_2SNH: e4m3. scales_2N: fp32 powers of two. tokens_S: int64, the places of the tokens that are seen, in that
-    order; None = all.
+    Args:
+        q_TNH: Queries, not quantized.
+        stored_2SNH: Keys and values, e4m3.
+        scales_2N: Scales per head, fp32 powers of two.
+        tokens_S: int64 positions of the visible tokens, in order. Default: all.
+
+    Returns:
+        The result in the dtype of `q_TNH`. None if dequantizing first is as fast, or if this device
+        or its cuDNN lacks FP8 attention.
     """
     product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
     return None if product is None else by_product(product, q_TNH, _chosen(stored_2SNH, tokens_S), scales_2N)
 
 
 def fp8_product(num_queries: int, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None) -> Product | None:
-    """Return the product that `fp8_attention` of so many queries takes, or None where it takes none."""
+    """Return the FP8 product that `fp8_attention` uses for this number of queries, or None."""
     _, keys, *head = stored_2SNH.shape
     keys = keys if tokens_S is None else len(tokens_S)
     if keys < _FEWEST_KEYS * num_queries or not _has_cudnn(stored_2SNH.device):
@@ -61,7 +72,7 @@ def fp8_product(num_queries: int, stored_2SNH: torch.Tensor, tokens_S: torch.Ten
 def by_product(
     product: Product, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_2N: torch.Tensor
 ) -> torch.Tensor:
-    """Round queries, call the product, widen its result."""
+    """Quantize the queries, call the product and dequantize its result."""
     rounded_1TNH = torch.empty((1, *q_TNH.shape), dtype=FP8, device=q_TNH.device)
     narrow((q_TNH,), query_scales(scales_2N[:1]), rounded_1TNH)
     out_TNH = product(rounded_1TNH[0], *stored_2SNH)
@@ -71,8 +82,10 @@ def by_product(
 def rounded_attention(
     q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`fp8_attention` where there is a product, from e4m3 to e4m3: of queries that were divided by `query_scales`, and
-    not yet multiplied by `result_scales`.
+    """Return `fp8_attention` from e4m3 queries to an e4m3 result.
+
+    The caller has divided the queries by `query_scales` and must multiply the result by
+    `result_scales`. Requires that `fp8_product` returns a product.
     """
     product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
     assert product is not None, "queries are rounded for a product"
@@ -81,12 +94,12 @@ def rounded_attention(
 
 
 def query_scales(k_scales: torch.Tensor) -> torch.Tensor:
-    """Return the divisors of queries, before these are rounded, given their heads' scales of keys."""
+    """Return the divisors of the queries before quantization, from the scales of the keys per head."""
     return (k_scales * _QUERY_SCALE).reciprocal()
 
 
 def result_scales(v_scales: torch.Tensor) -> torch.Tensor:
-    """Return the factors of a product's result, given its heads' scales of values."""
+    """Return the factors of the product's result, from the scales of the values per head."""
     return v_scales / _RESULT_SCALE
 
 
@@ -96,16 +109,16 @@ def _chosen(stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None) -> torch.T
 
 @cache
 def _has_cudnn(device: torch.device) -> bool:
-    """Whether this is a Hopper card and cuDNN's Python package is there."""
+    """Return whether this is a Hopper GPU with cuDNN's Python package installed."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return is_hopper and find_spec("cudnn") is not None
 
 
-@cache  # without end: a captured CUDA graph keeps using their tensors
+@cache  # unbounded, because captured CUDA graphs use these tensors
 def _product(
     q_shape: tuple[int, ...], stored_shape: tuple[int, ...], stored_stride: tuple[int, ...], device: torch.device
 ) -> Product | None:
-    """cuDNN's, for tensors of these sizes; None if it refuses them."""
+    """Return cuDNN's product for tensors of these sizes, or None if cuDNN rejects them."""
     import cudnn
 
     fp32, e4m3 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
@@ -113,7 +126,7 @@ def _product(
     graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
 
     def tensor(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
-        """Of [tokens, heads, channels]."""
+        """Describe a tensor [tokens, heads, channels] to cuDNN."""
         tokens, heads, width = shape
         return graph.tensor(
             name=name,
@@ -139,7 +152,7 @@ def _product(
     out, _, *largest = graph.sdpa_fp8(**inputs, **scales, attn_scale=softmax_scale, generate_stats=False)
     out.set_output(True).set_dim([1, heads, q_shape[0], width])
     out.set_stride([q_shape[0] * heads * width, width, heads * width, 1]).set_data_type(e4m3)
-    for each in largest:  # of probabilities and of the result: cuDNN always writes them
+    for each in largest:  # maxima of probabilities and of the result; cuDNN always writes them
         each.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(fp32)
     try:
         graph.validate()

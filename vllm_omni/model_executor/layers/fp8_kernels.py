@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over numbers of 8 bits: widen stored ones, round new ones. Those of windows are e4m3, of some weights int8.
+"""Quantize and dequantize 8-bit tensors: e4m3 for K/V windows, int8 for some weights.
 
-Each is limited by memory. Plain torch needs two to four passes, the broadcast scale without wide loads; a Triton kernel
-(`fp8_triton.py`) needs one. The plain versions define the result and run where there is none (a CPU, cards before Ada);
-kernels give their bits: windows' scales are powers of two, and a weight's product with its scale is rounded once.
-Held by tests/model_executor/layers/test_fp8_kernels.py; timed by benchmarks/attention_kernels.py.
+These operations are memory-bound. Plain torch needs two to four passes, and its broadcast of the
+scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs one pass. The plain versions
+define the result, and run on CPUs and on GPUs before Ada. The kernels give bitwise equal results,
+because the scales of windows are powers of two and the product of a weight and its scale is rounded
+once. `benchmarks/attention_kernels.py` measures the speed.
 """
 
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim; O outputs and I inputs of a weight
@@ -21,7 +22,7 @@ LARGEST = torch.finfo(FP8).max
 
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The Triton kernels, if Triton converts e4m3 on this device."""
+    """Return the module of Triton kernels if Triton converts e4m3 on this device, else None."""
     if device.type != "cuda" or not HAS_TRITON or torch.cuda.get_device_capability(device) < (8, 9):
         return None
     from vllm_omni.model_executor.layers import fp8_triton
@@ -32,10 +33,13 @@ def _kernels(device: torch.device) -> ModuleType | None:
 def widen(
     stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, dtype: torch.dtype, tokens_S: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `stored * scale` of each kind and head in `dtype`, a new [K, S, N, H].
+    """Dequantize: return `stored * scale` per kind and head in `dtype`, a new tensor [K, S, N, H].
 
-    stored_KSNH: e4m3; a token's heads follow each other without gaps. scales_KN: fp32 powers of two.
-    tokens_S: int64, the places of the tokens that are wanted, in that order; None = all.
+    Args:
+        stored_KSNH: e4m3. The heads of a token are contiguous.
+        scales_KN: fp32 powers of two.
+        dtype: Type of the result.
+        tokens_S: int64 positions of the tokens to dequantize, in order. Default: all.
     """
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         widened: torch.Tensor = kernels.widen(stored_KSNH, scales_KN, dtype, tokens_S)
@@ -44,7 +48,7 @@ def widen(
 
 
 def widen_into(stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor) -> None:
-    """`widen` all tokens into `out`, whose tokens' heads follow each other without gaps, too."""
+    """Dequantize all tokens into `out`; the heads of its tokens must be contiguous, too."""
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         kernels.widen_into(stored_KSNH, scales_KN, out_KSNH)
         return
@@ -60,7 +64,13 @@ def plain_widen(
 
 
 def widen_rows(stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `stored * scale` of each row, rounded once, in `dtype`. stored_OI: int8. scales_O1: fp32."""
+    """Dequantize a weight: return `stored * scale` per output channel in `dtype`, rounded once.
+
+    Args:
+        stored_OI: Weight, int8.
+        scales_O1: Scales per output channel, fp32.
+        dtype: Type of the result.
+    """
     if (kernels := _kernels(stored_OI.device)) is not None:
         widened: torch.Tensor = kernels.widen(stored_OI[None, None], scales_O1.view(1, -1), dtype, rows=1)
         return widened[0, 0]
@@ -73,9 +83,13 @@ def plain_widen_rows(stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: to
 
 
 def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor) -> None:
-    """Write one or two tensors [T, N, H], divided by their heads' scales and cut to the range, into e4m3 `target`.
+    """Quantize one or two tensors [T, N, H] into `target`: divide by the scales, clamp to the range
+    of e4m3.
 
-    scales_KN: fp32. target_KTNH: K = len(parts); a token's heads follow each other without gaps.
+    Args:
+        parts: The tensors to quantize.
+        scales_KN: Scales per head, fp32.
+        target_KTNH: e4m3, with K = len(parts). The heads of a token are contiguous.
     """
     if (kernels := _kernels(target_KTNH.device)) is not None:
         kernels.narrow(parts, scales_KN, target_KTNH)

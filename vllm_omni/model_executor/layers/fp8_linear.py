@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of FP8 inputs and weights, each with a scale of its own for every row: cuBLAS's where it is the faster.
+"""FP8 matrix products with a scale per token and per output channel: cuBLAS where it is faster than
+CUTLASS.
 
-vLLM's choice on NVIDIA cards is its CUTLASS kernel. On Hopper cuBLAS, which torch calls from CUDA 12.9 on, takes 9 to
-17 % less time for the wide layers of large video models, with the same errors (docs/architecture/speed_log.md).
-Held by tests/model_executor/layers/test_fp8_linear.py.
+On NVIDIA GPUs vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (called by torch from CUDA 12.9
+on) is faster for the wide layers of large video models, with the same errors; see
+docs/architecture/speed_log.md.
 """
 
 from functools import cache
@@ -16,11 +17,12 @@ from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8Scale
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
 
 _LEAST_WIDTH = 4096
-"""Fewest input and output channels: with 1536 cuBLAS was no faster, with 2048 of Lance neither."""
+"""Minimum number of input and output channels. cuBLAS was not faster with 1536 channels, nor with
+Lance's 2048."""
 
 
 class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
-    """vLLM's kernel with another product, for bf16 results of layers whose sizes need no padding."""
+    """vLLM's kernel with cuBLAS as its product, for bf16 results of layers that need no padding."""
 
     def apply_scaled_mm(
         self,
@@ -33,7 +35,17 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
         bias: torch.Tensor | None,
         output_shape: list[int],
     ) -> torch.Tensor:
-        """A: e4m3 [T, K]. B: e4m3 [K, N], a column after the other. As, Bs: fp32 [T, 1], [N, 1]. bias: [N]."""
+        """Multiply and rescale; see vLLM's `apply_scaled_mm`.
+
+        Args:
+            A: Inputs, e4m3 [T, K].
+            B: Weight, e4m3 [K, N], column-major.
+            out_dtype: Type of the result.
+            As: Scales of the inputs, fp32 [T, 1].
+            Bs: Scales of the weight, fp32 [N, 1].
+            bias: [N], or None.
+            output_shape: Shape of the result.
+        """
         padded = B.shape != (A.shape[1], output_shape[-1])
         if padded or out_dtype != torch.bfloat16:
             return super().apply_scaled_mm(
@@ -44,7 +56,8 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
 
 
 def choose_kernel(layer: nn.Module) -> None:
-    """Let a layer whose weights were created, not yet loaded, multiply by `RowwiseFP8Kernel` if that is the faster."""
+    """Make `layer` use `RowwiseFP8Kernel` if that is faster. Call it after weights are created,
+    before they are loaded."""
     method: Any = getattr(layer, "quant_method", None)
     kernel = getattr(method, "fp8_linear", None)
     if type(kernel) is not CutlassFP8ScaledMMLinearKernel or envs.VLLM_BATCH_INVARIANT:
@@ -59,7 +72,8 @@ def choose_kernel(layer: nn.Module) -> None:
 
 @cache
 def has_rowwise_cublas() -> bool:
-    """Whether torch multiplies by cuBLAS here, where both sides have a scale for each row."""
+    """Return whether torch multiplies with cuBLAS on this device when both operands have a scale
+    per row."""
     version = torch.version.cuda
     if version is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False

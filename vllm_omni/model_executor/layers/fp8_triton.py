@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The Triton kernels of `fp8_kernels.py`, which is the file to call and to read first; needs Triton.
+"""Triton kernels behind `fp8_kernels.py`. Call that module instead; this one requires Triton.
 
-Triton reads parameters' annotations itself: kernels have none but its own.
+Kernel parameters carry only Triton's own annotations, because Triton reads annotations itself.
 """
 
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
@@ -13,7 +13,8 @@ from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 ROWS = 32
-"""Heads of tokens in one program: 4096 numbers of 128-wide heads, 16 bytes a load and thread."""
+"""Number of (token, head) pairs per program: 4096 elements of 128-wide heads, 16 bytes per load and
+thread."""
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def _widen_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """rows: S * N. tokens: None, or where each of the S tokens is stored."""
+    """Dequantize. `rows` is S * N; `tokens` is None or the stored position of each of the S tokens."""
     kind = tl.program_id(1)
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, B)
@@ -50,7 +51,7 @@ def _widen_kernel(
 
 @triton.jit
 def narrowed(x, scale):
-    """fp32 numbers divided by powers of two and cut to what e4m3 holds; a number that is none stays none."""
+    """Divide fp32 values by powers of two and clamp them to the range of e4m3; NaN stays NaN."""
     return tl.clamp(x * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -72,7 +73,8 @@ def _narrow_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Round `first` to kind 0 of `out` and, with a second row of programs, `second` to kind 1. rows: T * N."""
+    """Quantize `first` to kind 0 of `out`; with a second row of programs, also `second` to kind 1.
+    `rows` is T * N."""
     kind = tl.program_id(1)
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, B)
@@ -95,7 +97,7 @@ def widen(
     tokens_S: torch.Tensor | None = None,
     rows: int = ROWS,
 ) -> torch.Tensor:
-    """`fp8_kernels.widen`. rows: see `ROWS`."""
+    """See `fp8_kernels.widen`; `rows` is described at `ROWS`."""
     kinds, count, heads, width = stored_KSNH.shape
     count = count if tokens_S is None else len(tokens_S)
     out = torch.empty(kinds, count, heads, width, dtype=dtype, device=stored_KSNH.device)
@@ -110,7 +112,7 @@ def widen_into(
     tokens_S: torch.Tensor | None = None,
     rows: int = ROWS,
 ) -> None:
-    """`fp8_kernels.widen_into`."""
+    """See `fp8_kernels.widen_into`."""
     kinds, count, heads, width = out_KSNH.shape
     assert stored_KSNH.stride()[2:] == out_KSNH.stride()[2:] == (width, 1) and scales_KN.is_contiguous()
     _widen_kernel[(triton.cdiv(count * heads, rows), kinds)](
@@ -129,7 +131,7 @@ def widen_into(
 
 
 def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor) -> None:
-    """`fp8_kernels.narrow`."""
+    """See `fp8_kernels.narrow`."""
     kinds, count, heads, width = target_KTNH.shape
     assert kinds == len(parts) <= 2 and target_KTNH.stride()[2:] == (width, 1)
     first, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (parts[0], parts[-1]))

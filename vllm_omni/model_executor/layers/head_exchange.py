@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HeadExchange`: self-attention to windows of keys and values, with sequence-parallel ranks' exchanges around it.
+"""`HeadExchange`: self-attention to K/V windows, with the Ulysses all-to-all around it.
 
-A rank has queries, keys and values of its tokens, all heads; its windows have all tokens of its heads. So ranks trade
-tokens for heads, attend, and trade back.
+A rank computes queries, keys and values of all heads for its own tokens. Its windows hold all
+tokens of its own heads. An all-to-all therefore reshards from tokens to heads before attention, and
+back after it.
 
-Where windows keep keys and values in FP8, `RoundedExchange` rounds them before the exchange instead of behind it,
-straight into the buffer that is sent; where attention multiplies in FP8, too, `RoundedQueriesExchange` does so with
-queries, and widens the result behind its exchange. Half the bytes move, and windows and results keep their bits. A
-head's scales are on that head's rank: ranks gather them once a forward, so that nothing is kept of them beside the
-windows. A session's first chunk, of which its scales are made, goes the plain way.
-Held by tests/model_executor/layers/test_head_exchange.py.
+If windows store FP8, `RoundedExchange` quantizes keys and values before the all-to-all instead of
+after it, directly into the send buffer. If attention multiplies in FP8 too,
+`RoundedQueriesExchange` does the same with queries and dequantizes the result after its all-to-all.
+This halves the bytes that are sent, and windows and results stay bitwise equal. The scales of a
+head exist only on the rank of this head, so ranks gather them once per forward pass; the windows
+stay their only owner. The first chunk of a session uses the plain `HeadExchange`, because the
+scales are computed from it.
 """
 
-# B rows (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of all ranks, N heads, N_r heads
-# of this rank, H head dim
+# B batch entries (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of
+# all ranks, N heads, N_r heads of this rank, H head dim
 
 from collections.abc import Sequence
 
@@ -35,7 +37,13 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 
 
 def head_exchange(parallel: ParallelContext, rows: Sequence[WindowRow], num_tokens: int) -> "HeadExchange":
-    """Return the exchange of one forward; alike on all ranks. num_tokens: of a row, over all ranks. Collective."""
+    """Return the exchange for one forward pass; collective, with the same choice on all ranks.
+
+    Args:
+        parallel: This rank.
+        rows: The chunks of the batch.
+        num_tokens: Tokens of one chunk, over all ranks.
+    """
     if parallel.sequence_parallel:
         windows = [row.window.rounded_ahead(row.frames) for row in rows]
         rounding = [window for window in windows if window is not None]
@@ -48,7 +56,7 @@ def head_exchange(parallel: ParallelContext, rows: Sequence[WindowRow], num_toke
 
 
 class HeadExchange(WindowAttention):
-    """Numbers are exchanged as they are; without sequence parallelism, not at all."""
+    """Reshard unquantized tensors. Without sequence parallelism, no data moves."""
 
     def __init__(self, parallel: ParallelContext, num_tokens: int) -> None:
         self.parallel = parallel
@@ -66,9 +74,18 @@ class HeadExchange(WindowAttention):
         v_BTNH: torch.Tensor,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`.
+        """Write K/V of `layer` into the windows, then attend.
 
-        All [B, T_r, N, H] of this rank's tokens, the result too, which is to be used before the next call.
+        Args:
+            rows: The chunks of the batch.
+            layer: Index among the layers of this rank.
+            q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
+            k_BTNH: Keys, of the same shape.
+            v_BTNH: Values, of the same shape.
+            write_only: Return None after the write.
+
+        Returns:
+            [B, T_r, N, H], valid until the next call; or None.
         """
         q, k, v = tokens_to_heads(self.parallel, (q_BTNH, k_BTNH, v_BTNH), self.num_tokens)
         for row, k_TNH, v_TNH in zip(rows, k, v, strict=True):
@@ -80,7 +97,7 @@ class HeadExchange(WindowAttention):
 
 
 class RoundedExchange(HeadExchange):
-    """Keys and values are rounded before the exchange; queries go as they are. windows: of the rows."""
+    """Quantize keys and values before the all-to-all; send queries unquantized."""
 
     def __init__(self, parallel: ParallelContext, num_tokens: int, windows: Sequence[RoundedView]) -> None:
         super().__init__(parallel, num_tokens)
@@ -124,12 +141,12 @@ class RoundedExchange(HeadExchange):
         return window.attend(layer, frames, q_TNH)
 
     def _to_tokens(self, layer: int, attended_TNH: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Each row's attention, of this rank's heads -> [B, T_r, N, H]."""
+        """Reshard the attention results of this rank's heads to [B, T_r, N, H]."""
         return heads_to_tokens(self.parallel, stack(attended_TNH))
 
 
 class RoundedQueriesExchange(RoundedExchange):
-    """Queries are rounded, too, and attention's result is widened only behind its exchange: the product is in FP8."""
+    """Quantize queries as well, and dequantize the result of FP8 attention after its all-to-all."""
 
     def __init__(self, parallel: ParallelContext, num_tokens: int, windows: Sequence[RoundedView]) -> None:
         super().__init__(parallel, num_tokens, windows)
@@ -156,7 +173,8 @@ class RoundedQueriesExchange(RoundedExchange):
 
 
 def _send_rounded(trade: HeadTrade, part: int, parts_BTNH: tuple[torch.Tensor, ...], scales: torch.Tensor) -> None:
-    """`narrow` of each row's heads for each rank, to where they leave from. scales: [B, rank, K, N_r]."""
+    """Quantize the heads of each rank with `narrow`, directly into the send buffer. `scales` is [B,
+    rank, K, N_r]."""
     apart = [x.unflatten(-2, (scales.shape[1], -1)) for x in parts_BTNH]
     for rank in range(scales.shape[1]):
         place_KBTNH = trade.place(part, rank)

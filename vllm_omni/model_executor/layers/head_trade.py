@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence-parallel ranks (Ulysses) trade tokens for heads, and back: around attention, which needs all tokens.
+"""Ulysses all-to-all: reshard from sequence-sharded to head-sharded before attention, and back
+after it.
 
-By an all-to-all of packed bytes (`CollectiveTrade`), or by writing into the other ranks' memory (`PeerTrade`), where
-they can (`ParallelContext.peers`). Without sequence parallelism nothing moves.
-Held by tests/model_executor/layers/test_head_exchange.py.
+`CollectiveTrade` packs bytes and calls an all-to-all. `PeerTrade` writes into the memory of the
+other ranks, where the GPUs support it (`ParallelContext.peers`). Without sequence parallelism no
+data moves.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, K tensors of one type
@@ -19,8 +20,16 @@ from vllm_omni.model_executor.layers.peer_memory import PeerMemory
 
 
 def tokens_to_heads(parallel: ParallelContext, parts: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
-    """Trade each of `parts`, in one exchange: [B, T_r, N, H] (this rank's tokens) -> [B, num_tokens, N_r, H] (this
-    rank's heads). Parts are of one shape. Use the results before the next call: they may share its memory.
+    """Reshard all `parts` in one all-to-all: [B, T_r, N, H] (this rank's tokens) -> [B, num_tokens,
+    N_r, H] (this rank's heads).
+
+    Args:
+        parallel: This rank.
+        parts: Tensors of one shape.
+        num_tokens: Tokens of all ranks.
+
+    Returns:
+        The resharded tensors. They are valid until the next call, which may reuse their memory.
     """
     if not parallel.sequence_parallel:
         return list(parts)
@@ -31,9 +40,9 @@ def tokens_to_heads(parallel: ParallelContext, parts: Sequence[torch.Tensor], nu
 
 
 def heads_to_tokens(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor:
-    """Trade back: [B, T, N_r, H] (this rank's heads) -> [B, T_r, N, H] (this rank's tokens).
+    """Reshard back: [B, T, N_r, H] (this rank's heads) -> [B, T_r, N, H] (this rank's tokens).
 
-    Use the result before the next call, whose memory it may share.
+    The result is valid until the next call, which may reuse its memory.
     """
     if not parallel.sequence_parallel:
         return x_BTNH
@@ -41,9 +50,11 @@ def heads_to_tokens(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Te
 
 
 def heads_apart(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor:
-    """`heads_to_tokens` of sequence-parallel ranks, each rank's heads as they arrived: [B, T_r, size, N_r, H].
+    """Return `heads_to_tokens` in the layout of arrival, one slice per rank: [B, T_r, size, N_r,
+    H].
 
-    Use the result before the next call, whose memory it may share.
+    Requires sequence parallelism. The result is valid until the next call, which may reuse its
+    memory.
     """
     if parallel.peers is not None:
         return _heads_written(parallel, parallel.peers, x_BTNH)
@@ -57,7 +68,7 @@ def heads_apart(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor
 
 
 def _heads_written(parallel: ParallelContext, peers: PeerMemory, x_BTNH: torch.Tensor) -> torch.Tensor:
-    """`heads_apart`, each rank's tokens written into its own memory."""
+    """Return `heads_apart` by writing the tokens of each rank into the memory of that rank."""
     batch, num_tokens, *of_token = x_BTNH.shape
     lengths = split_evenly(num_tokens, parallel.size)
     longest = batch * lengths[0] * parallel.size * x_BTNH[0, 0].numel() * x_BTNH.itemsize
@@ -74,18 +85,21 @@ def _heads_written(parallel: ParallelContext, peers: PeerMemory, x_BTNH: torch.T
 def head_trade(
     parallel: ParallelContext, like_BTNH: torch.Tensor, parts: Sequence[tuple[torch.dtype, int]], num_tokens: int
 ) -> "HeadTrade":
-    """Begin to trade tokens for heads, in one exchange. Arguments: of `HeadTrade`."""
+    """Start an all-to-all from tokens to heads. For the arguments see `HeadTrade`."""
     kind = CollectiveTrade if parallel.peers is None else PeerTrade
     return kind(parallel, like_BTNH, parts, num_tokens)
 
 
 class HeadTrade:
-    """Numbers of this rank's tokens on their way to the ranks of their heads.
+    """One all-to-all from this rank's tokens to the ranks that own their heads.
 
-    Of each token all its numbers lie side by side, tokens of all ranks one after the other.
+    All bytes of a token are contiguous, and the tokens of all ranks follow each other.
 
-    like: [B, T_r, N, H] on this rank. parts: type and number of tensors of that shape, the widest type first.
-    num_tokens: of all ranks.
+    Args:
+        parallel: This rank.
+        like_BTNH: A tensor with this rank's shape [B, T_r, N, H] and device.
+        parts: Dtype and number of the tensors of that shape, widest dtype first.
+        num_tokens: Tokens of all ranks.
     """
 
     def __init__(
@@ -103,24 +117,25 @@ class HeadTrade:
         self._begin(like_BTNH)
 
     def _begin(self, like_BTNH: torch.Tensor) -> None:
-        """Find the memory that is written to, on the device of `like_BTNH`."""
+        """Allocate or look up the memory to write to, on the device of `like_BTNH`."""
         raise NotImplementedError
 
     def place(self, part: int, rank: int) -> torch.Tensor:
-        """Where to write the numbers for a rank's heads: [K, B, T_r, N_r, H] of the part's type."""
+        """Return the buffer for the heads of `rank`: [K, B, T_r, N_r, H] in the dtype of the part."""
         raise NotImplementedError
 
     def send(self, part: int, x_BTNH: torch.Tensor) -> None:
-        """Write a part of one tensor for all ranks."""
+        """Write a part that consists of one tensor, for all ranks."""
         for rank, x in enumerate(x_BTNH.unflatten(-2, (self._parallel.size, -1)).unbind(-3)):
             in_words(self.place(part, rank)[0]).copy_(in_words(x))
 
     def exchange(self) -> list[torch.Tensor]:
-        """Return the received numbers, part by part: [K, B, num_tokens, N_r, H], of this rank's heads."""
+        """Return the received tensors of this rank's heads per part: [K, B, num_tokens, N_r, H]."""
         raise NotImplementedError
 
     def _typed(self, bytes_: torch.Tensor) -> list[torch.Tensor]:
-        """[..., T, B, bytes of a token] -> of each part [K, B, T, ..., N_r, H] in its type; views."""
+        """View bytes [..., T, B, bytes of a token] as one tensor [K, B, T, ..., N_r, H] per part,
+        in its dtype."""
         pieces = bytes_.split(self._bytes, dim=-1)
         return [
             piece.view(dtype).unflatten(-1, (kinds, -1, self._width)).movedim((-3, -4, -5), (0, 1, 2))
@@ -129,7 +144,7 @@ class HeadTrade:
 
 
 class CollectiveTrade(HeadTrade):
-    """Packed for each rank, and sent in one all-to-all of bytes."""
+    """Packs the data per rank and sends it in one all-to-all of bytes."""
 
     def _begin(self, like_BTNH: torch.Tensor) -> None:
         self._sent = kept_buffer("tokens sent", (self._parallel.size, *self._sent_shape), like_BTNH, torch.uint8)
@@ -139,7 +154,7 @@ class CollectiveTrade(HeadTrade):
         return self._places[part][:, :, :, rank]
 
     def send(self, part: int, x_BTNH: torch.Tensor) -> None:
-        """As of every trade, in one pass."""
+        """Write the part for all ranks in one pass."""
         in_words(self._places[part][0]).copy_(in_words(x_BTNH.unflatten(-2, (self._parallel.size, -1))))
 
     def exchange(self) -> list[torch.Tensor]:
@@ -151,7 +166,7 @@ class CollectiveTrade(HeadTrade):
 
 
 class PeerTrade(HeadTrade):
-    """Written where the other ranks read it."""
+    """Writes directly into the memory that the other ranks read."""
 
     def _begin(self, like_BTNH: torch.Tensor) -> None:
         peers, (tokens, batch, row) = self._parallel.peers, self._received_shape
@@ -170,6 +185,6 @@ class PeerTrade(HeadTrade):
 
 
 def _of_shape(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The first bytes of a buffer as a tensor."""
+    """View the first bytes of a buffer as a tensor."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     return buffer[:nbytes].view(dtype).view(shape)

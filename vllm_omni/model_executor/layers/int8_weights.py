@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8WeightMethod`: for layers whose precision FP8 would spoil, memory for a little time.
+"""`Int8WeightMethod`: int8 weights for layers that FP8 would degrade; saves memory at a small cost
+in time.
 
-vLLM makes int8 weights of experts as it loads a model (`int8_per_channel_weight_only`), of linear layers not.
-Held by tests/model_executor/layers/test_int8_weights.py.
+vLLM quantizes the weights of experts to int8 while it loads a model
+(`int8_per_channel_weight_only`), but not those of linear layers.
 """
 
 import torch
@@ -19,10 +20,11 @@ _DONE = "_already_called_process_weights_after_loading"
 
 
 class Int8WeightMethod(OnlineLinearBase):
-    """Weights in int8 with a scale of each output channel, rounded as the model loads; inputs are not rounded.
+    """Quantize weights to int8 per output channel while the model loads; inputs are not quantized.
 
-    Each product makes the weights again in its input's type: for layers that run once a chunk. With weights of a normal
-    distribution their rounding error is a third of e4m3's.
+    Each matrix product first dequantizes the weight to the dtype of its input, so this suits layers
+    that run once per chunk. For normally distributed weights the quantization error is a third of
+    that of e4m3.
     """
 
     activation_quant_key = None

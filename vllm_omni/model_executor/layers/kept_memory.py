@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KeptMemory`: memory of requests and sessions that have ended, for later ones of the same sizes.
+"""`KeptMemory`: a pool of memory of closed requests and sessions, reused by new ones of the same
+sizes.
 
-A CUDA graph reads and writes the tensors of its capture. When a new session takes the ring of one that has ended, the
-graphs that were captured for that ring serve it from its first pass on. A given piece is emptied at once: a session
-that ends has more time than one that begins.
+A CUDA graph reads and writes the tensors of its capture. When a new session takes a pooled ring
+buffer, the graphs that were captured for it serve the session from its first pass on. Memory is
+cleared when it returns to the pool, because closing a session is less urgent than starting one.
 
-It counts as free memory: none is left when a piece of other sizes must be made, and `trim` drops as much as live
-sessions need. Held by tests/model_executor/layers/test_kept_memory.py.
+Pooled memory counts as free memory. The pool is emptied before memory of other sizes is allocated,
+and `trim` frees as much as live sessions need.
 """
 
 from collections import deque
@@ -16,34 +17,35 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
-if TYPE_CHECKING:  # options are checked without importing vLLM, which kernels of number formats need
+if TYPE_CHECKING:  # option checks run without vLLM, which the FP8 kernels import
     from vllm_omni.model_executor.layers.kv_format import KVFormat
 
 
 class Reusable(Protocol):
-    """A piece of memory that somebody else may use after its owner."""
+    """Memory that a new owner can reuse."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def sizes(self) -> Hashable:
-        """Equal for pieces that can stand for each other."""
+        """Return a key that is equal for interchangeable objects."""
 
     def clear(self) -> None:
-        """Make it as a new one."""
+        """Reset to the state of a new object."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """A window's memory. buffer: its keys and values, as `format` stores them.
-
-    orders: positions of tokens in the buffer, by what they depend on; as long as the ring, so graphs may read them.
-    """
+    """The memory of one K/V window."""
 
     buffer: torch.Tensor
+    """Keys and values, as `format` stores them."""
     format: "KVFormat"
+    """Storage format of the buffer, with its scales."""
     orders: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    """Cached token positions in the buffer, by what determines them. They live as long as the
+    buffer, so CUDA graphs may read them."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +57,7 @@ class Ring:
 
     @property
     def places(self) -> tuple[torch.Tensor, ...]:
-        """All its tensors: a forward reads and writes them in place."""
+        """Return all tensors, which a forward pass reads and writes in place."""
         return (self.buffer, *self.format.places)
 
     def clear(self) -> None:
@@ -63,7 +65,7 @@ class Ring:
         self.format.clear()
 
     def another(self) -> "Ring":
-        """Return one of the same sizes, with any numbers in it."""
+        """Allocate a ring buffer of the same sizes, uninitialised."""
         return Ring(torch.empty_like(self.buffer), self.format.fork())
 
     def copy_from(self, other: "Ring") -> None:
@@ -75,7 +77,7 @@ Piece = TypeVar("Piece", bound=Reusable)
 
 
 class KeptMemory(Generic[Piece]):
-    """Kept pieces, the one that was given first is taken first: a session's come back in their order."""
+    """First-in-first-out pool, so that the buffers of one session are reused in their order."""
 
     def __init__(self) -> None:
         self._kept: deque[Piece] = deque()
@@ -88,7 +90,7 @@ class KeptMemory(Generic[Piece]):
         return sum(piece.nbytes for piece in self._kept)
 
     def take(self, sizes: Hashable, make: Callable[[], Piece]) -> Piece:
-        """Return a piece of these `sizes`: a kept one or one of `make`, for which all kept ones make room."""
+        """Return pooled memory of these `sizes`, or the result of `make` after emptying the pool."""
         piece = next((piece for piece in self._kept if piece.sizes == sizes), None)
         if piece is None:
             self.trim(0)
@@ -97,12 +99,14 @@ class KeptMemory(Generic[Piece]):
         return piece
 
     def give(self, piece: Piece) -> None:
-        """Keep a piece that nobody else will use again, empty."""
-        with torch.inference_mode():  # as its tensors were made; sessions are closed between forwards
+        """Clear `piece` and return it to the pool. The caller must hold no other reference that is
+        used."""
+        # matches how its tensors were created; sessions close between forward passes
+        with torch.inference_mode():
             piece.clear()
         self._kept.append(piece)
 
     def trim(self, nbytes: int) -> None:
-        """Drop pieces, those kept for longest first, until they hold at most `nbytes`."""
+        """Free the oldest pooled memory until at most `nbytes` remain."""
         while self._kept and self.nbytes > nbytes:
             self._kept.popleft()

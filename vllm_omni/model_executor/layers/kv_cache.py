@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVWindow`: the keys and values one session keeps for the layers of this rank, sink frames plus a ring.
+"""`KVWindow`: the K/V cache of one session for the layers of this rank: sink frames plus a ring
+buffer.
 
-The first `sink_frames` frames of a session are kept for ever; later frames share `window_frames - sink_frames` ring
-slots. Frame f lives in slot f if f < sink, else in sink + (f - sink) % (window - sink). Everything else follows from
-frame indices, so the only state is the number of committed frames:
+The first `sink_frames` frames of a session stay for its whole life. Later frames share the
+`window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f if f < sink, else in slot
+sink + (f - sink) % (window - sink). All else follows from frame indices, so the only state is the
+number of committed frames:
 
-- a chunk writes into its own slots, at every denoise step; they held frames that neither it nor any
-  later chunk may see, so an abandoned chunk leaves nothing behind;
-- with `spare_frames` the ring is longer than the visible window, by as many frames as chunks may write ahead of
-  the oldest uncommitted one: the frames that one would see if it were run again are still there;
-- a chunk [a, b) sees slots [0, b) while b <= window and all slots afterwards. Attention does not care about the order
-  of keys (positions were rotated into them), so the ring is read in place: nothing is copied, moved or masked. With
-  spare frames, a full window is copied into the order that it would have without them, so that results keep their bits.
+- A chunk writes into its own slots at every denoise step. These slots held frames that neither this
+  chunk nor a later one may see, so an abandoned chunk needs no cleanup.
+- `spare_frames` makes the ring buffer longer than the visible window, by the number of frames that
+  chunks may write ahead of the oldest uncommitted chunk. The frames that this chunk sees are then
+  still present if it is run again.
+- A chunk [a, b) sees slots [0, b) while b <= window, and all slots afterwards. Attention does not
+  depend on the order of keys, because positions are rotated into them. The ring buffer is therefore
+  read in place: nothing is copied, moved or masked. With spare frames, a full window is copied into
+  the order that it has without them, so that results stay bitwise equal.
 
-This shows each chunk exactly the keys that the original's roll-to-the-left buffer shows it; `chronological` rebuilds
-that buffer for comparison. `sink_frames == window_frames` means global attention: nothing is evicted and a session that
-outgrows its buffer is told so. The number type of the buffer is the matter of `kv_format.py`.
-Why not vLLM's block pool: its blocks belong to one request, are appended to and freed with it.
-These slots outlive requests and are overwritten at every denoise step.
-Held by tests/model_executor/layers/test_kv_cache.py.
+Each chunk sees exactly the keys that it sees in the original's buffer, which rolls to the left;
+`chronological` rebuilds that buffer for comparison. `sink_frames == window_frames` means global
+attention: nothing is evicted, and a session that outgrows its buffer is refused. `kv_format.py`
+defines how the buffer stores keys and values.
 """
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
@@ -37,13 +39,26 @@ from vllm_omni.saved_tensors import SavedTensors
 
 
 class KVWindow:
-    """Buffers `[layers, 2, (window_frames + spare_frames) * tokens_per_frame, heads, head_dim]`, allocated once.
+    """K/V cache with a ring buffer, `[layers, 2, (window_frames + spare_frames) * tokens_per_frame,
+    heads, head_dim]`.
 
-    dtype: of keys and values at `write` and `visible`. storage: of the buffer, None = `dtype`.
-    max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
-    (dropping sinks first, as the original does when its attention size is below its cache size).
-    rings: where the memory comes from, and goes to at `close`; None = it is made, and freed.
-    valid_from: ring frames before this one stay invisible: their slots hold keys and values of other frames.
+    Args:
+        num_layers: Layers of this rank.
+        window_frames: Frames that a chunk can see, including its own and the sink frames.
+        sink_frames: First frames of the session that are never evicted.
+        tokens_per_frame: Tokens of one latent frame.
+        num_heads: Heads of this rank.
+        head_dim: Width of one head.
+        dtype: Type of keys and values in `write` and `visible`.
+        device: Device of the buffer.
+        storage: Type of the buffer. Default: `dtype`.
+        max_attention_tokens: A chunk sees only this many of the newest visible tokens in
+            chronological order. Sink frames are dropped first, as in the original when its
+            attention size is below its cache size. Default: no limit.
+        spare_frames: Additional slots for chunks that are written ahead of the oldest uncommitted
+            chunk.
+        rings: Pool to take the memory from, and to return it to in `close`. Default: allocate and
+            free.
     """
 
     def __init__(
@@ -70,7 +85,8 @@ class KVWindow:
         self.sink_frames = sink_frames
         self.tokens_per_frame = tokens_per_frame
         self.max_attention_tokens = max_attention_tokens
-        self.spare_frames = spare_frames if sink_frames < window_frames else 0  # global attention overwrites nothing
+        # global attention never overwrites a slot
+        self.spare_frames = spare_frames if sink_frames < window_frames else 0
         self.committed_frames = 0
         self.valid_from = 0
         shape = (num_layers, 2, (window_frames + self.spare_frames) * tokens_per_frame, num_heads, head_dim)
@@ -105,7 +121,7 @@ class KVWindow:
         return self.buffer.device
 
     def slot(self, frame: int) -> int:
-        """Return the slot frame `frame` lives in while it is visible."""
+        """Return the slot of `frame` while it is visible."""
         if frame < self.sink_frames:
             return frame
         return self.sink_frames + (frame - self.sink_frames) % (self.ring_frames + self.spare_frames)
@@ -116,7 +132,7 @@ class KVWindow:
         return self.sink_frames + (frame - self.sink_frames) % self.ring_frames
 
     def check_fits(self, frames: range) -> None:
-        """Raise `RequestFailed` if chunk `frames` can not be served by this window."""
+        """Raise `RequestFailed` if this window cannot serve a chunk of `frames`."""
         if self.ring_frames == 0:
             if frames.stop > self.window_frames:
                 raise RequestFailed(
@@ -128,11 +144,12 @@ class KVWindow:
             raise RequestFailed(
                 "chunk_too_large",
                 f"a chunk of {len(frames)} latent frames does not fit the {self.ring_frames} frames that a window of "
-                f"{self.window_frames} leaves beside its {self.sink_frames} sink frames",
+                f"{self.window_frames} leaves next to its {self.sink_frames} sink frames",
             )
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Put a chunk's keys and values into its own slots, over those of its earlier steps."""
+        """Write the keys and values of a chunk into its slots, over those of its earlier denoise
+        steps."""
         size = self.tokens_per_frame
         if frames.start == 0:
             self.format.fit(layer, k_TNH, v_TNH)
@@ -142,7 +159,8 @@ class KVWindow:
             self.format.store(layer, k_TNH[source], v_TNH[source], self.buffer[layer, :, target])
 
     def place(self, layer: int, frames: range) -> KVPlace | None:
-        """Return where `write` would put a chunk's keys and values, if that is one piece and all that it would do."""
+        """Return the memory that `write` would fill, if it is contiguous and `write` has no other
+        effect; else None."""
         runs, scales = self._runs(frames), self.format.layer_scales(layer)
         if len(runs) > 1 or (frames.start == 0 and scales is not None):
             return None
@@ -151,21 +169,22 @@ class KVWindow:
         return KVPlace(self.buffer[layer, :, tokens], scales)
 
     def rounded_ahead(self, frames: range) -> Self | None:
-        """Return this window if keys and values of chunk `frames` may be rounded before they come, else None.
+        """Return this window if the keys and values of chunk `frames` may be quantized before
+        `write_rounded`, else None.
 
-        By `scales`, which a first chunk does not know yet: they are made from it.
+        The first chunk of a session returns None, because `scales` are computed from it.
         """
         return self if frames.start > 0 and self.format.scales() is not None else None
 
     @property
     def scales(self) -> torch.Tensor:
-        """[layers, 2, heads] fp32 powers of two, by which keys and values are divided before they are rounded."""
+        """Return the divisors for quantization, [layers, 2, heads], fp32 powers of two."""
         scales = self.format.scales()
         assert scales is not None, "only a window that rounds has any"
         return scales
 
     def write_rounded(self, layer: int, frames: range, rounded_2TNH: torch.Tensor) -> None:
-        """`write` of keys and values that were divided by `scales` and rounded."""
+        """Write keys and values that were already divided by `scales` and quantized."""
         size = self.tokens_per_frame
         for offset, slot, count in self._runs(frames):
             source = slice(offset * size, (offset + count) * size)
@@ -173,35 +192,39 @@ class KVWindow:
             self.format.keep(rounded_2TNH[:, source], self.buffer[layer, :, target])
 
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `(k_SNH, v_SNH)` that chunk `frames`, already written, attends to, in slot order.
+        """Return `(k_SNH, v_SNH)` that chunk `frames` attends to, in slot order. The chunk must
+        have been written.
 
-        Views, where the buffer holds them as they are and they follow each other.
+        The tensors are views if the buffer holds them contiguously and in `dtype`.
         """
         k, v = self.format.load(layer, *self._seen_by(layer, frames))
         return k, v
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
-        """Return the attention of queries of chunk `frames`, already written, to all that is `visible` to it."""
+        """Return the attention of the queries of chunk `frames` to everything `visible` to it. The
+        chunk must have been written."""
         stored_2SNH, tokens = self._seen_by(layer, frames)
         return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
 
     def rounds_queries(self, frames: range, num_queries: int) -> bool:
-        """Whether `attend` of chunk `frames` rounds its queries, so that `attend_rounded` can take them rounded."""
+        """Return whether `attend` quantizes the queries of chunk `frames`, so that `attend_rounded`
+        may be called."""
         return self.format.rounds_queries(num_queries, *self._seen_by(0, frames))
 
     def attend_rounded(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
-        """`attend` from e4m3 to e4m3, where `rounds_queries`; see `fp8_attention.rounded_attention`."""
+        """Return `attend` from e4m3 to e4m3. Requires `rounds_queries`; see
+        `fp8_attention.rounded_attention`."""
         return self.format.attend_rounded(q_TNH, *self._seen_by(layer, frames))
 
     def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a part of the buffer and which of its tokens chunk `frames` sees, None = all."""
+        """Return a part of the buffer, and the tokens of it that chunk `frames` sees (None: all)."""
         span = self._span(frames)
         if span is not None:
             return self.buffer[layer, :, span], None
         return self.buffer[layer], self._positions(self._seen_slots(frames.stop))
 
     def _span(self, frames: range) -> slice | None:
-        """Return where the tokens that chunk `frames` sees lie, or None if that is no slice."""
+        """Return the slice of tokens that chunk `frames` sees, or None if they are not contiguous."""
         valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
         limit = self.max_attention_tokens
         if self.spare_frames and frames.stop > self.window_frames:
@@ -210,40 +233,46 @@ class KVWindow:
             return None
         if limit is None or limit >= valid:
             return slice(0, valid)
-        # In slot order, which is chronological as long as the ring has not turned.
+        # In slot order, which is chronological until the ring buffer wraps around.
         return slice(valid - limit, valid) if frames.stop <= self.window_frames else None
 
     @property
     def places(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that `write` and `attend` read and write in place."""
+        """Return the tensors that `write` and `attend` read and write in place."""
         return self._ring.places
 
     def graph_key(self, frames: range) -> Hashable:
-        """Return all that `write` and `attend` of chunk `frames` do to `places`, but for numbers on the device."""
+        """Return a key of all effects of `write` and `attend` for chunk `frames`, except values on
+        the device."""
         span = self._span(frames)
         if span is not None:
             return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
         slots = self._seen_slots(frames.stop)
-        self._positions(slots)  # a capture could not copy them from the host
+        self._positions(slots)  # a capture cannot copy them from the host
         return tuple(self._runs(frames)), slots, frames.start == 0
 
     def graph_kind(self, frames: range) -> Hashable:
-        """Equal for chunks that `write` and `attend` with the same kernels, if at other slots."""
+        """Return a key that is equal for chunks whose `write` and `attend` launch the same kernels,
+        possibly at other slots."""
         span = self._span(frames)
         seen = None if span is None else span.stop - span.start
         return tuple(count for _, _, count in self._runs(frames)), seen, frames.start == 0
 
     def commit(self, end_frame: int, *, sinks_kept: bool = False) -> None:
-        """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones.
+        """Make frames up to `end_frame` part of the session. Their latest keys and values must be
+        from the clean-context pass.
 
-        sinks_kept: those of them that are sinks were kept before (`SinkWindow.keep_sinks`).
+        Args:
+            end_frame: First frame that is not committed.
+            sinks_kept: The sink frames among them were already stored by `SinkWindow.keep_sinks`.
         """
         self.committed_frames = end_frame
 
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
-        """Return views `[layers, 2, tokens, N, H]` of the frames that a next chunk of `next_frames` can see, by name.
+        """Return views `[layers, 2, tokens, N, H]` of all frames that a next chunk of `next_frames`
+        can see, by name.
 
-        Slots holding anything else are dead: no later result depends on them.
+        No later result depends on other slots.
         """
         end = self.committed_frames + next_frames
         size = self.tokens_per_frame
@@ -259,13 +288,17 @@ class KVWindow:
         self.valid_from, self._seen = frame, None
 
     def take_first_frames(self, other: Self, num_frames: int) -> None:
-        """Hold the stream's first `num_frames` frames as another window of the same sizes does."""
+        """Copy the stream's first `num_frames` frames from another window of the same sizes."""
         part = slice(0, num_frames * self.tokens_per_frame)
         self.buffer[:, :, part].copy_(other.buffer[:, :, part])
         self.format.take_scales(other.format)
 
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        """Fill a new window with the tensors named by `tensors(next_frames)` of another one. Raises `RequestFailed`."""
+        """Fill a new window with the tensors of another window's `tensors(next_frames)`.
+
+        Raises:
+            RequestFailed: The tensors do not fit.
+        """
         self.committed_frames = committed_frames
         saved.fill(self.tensors(next_frames))
 
@@ -281,16 +314,16 @@ class KVWindow:
     def to(self, device: torch.device | str) -> None:
         self.format.to(device)
         self._ring = Ring(self.buffer.to(device), self.format)
-        self._rings = None  # no graph knows this memory
+        self._rings = None  # no CUDA graph was captured with the new memory
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
+        """Return the memory to the pool. Idempotent."""
         if self._rings is not None and self.buffer.numel():
             self._rings.give(self._ring)
         self._ring = Ring(self.buffer.new_empty(0), self.format)
 
     def _runs(self, frames: range) -> list[tuple[int, int, int]]:
-        """Return (frame offset in the chunk, first slot, frames) for each stretch of consecutive slots."""
+        """Return (frame offset in the chunk, first slot, frames) for each run of consecutive slots."""
         runs: list[tuple[int, int, int]] = []
         for offset, frame in enumerate(frames):
             slot = self.slot(frame)
@@ -301,24 +334,26 @@ class KVWindow:
         return runs
 
     def visible_frames(self, end_frame: int) -> list[int]:
-        """Return the frames a chunk ending at `end_frame` sees, oldest first."""
+        """Return the frames that a chunk ending at `end_frame` sees, oldest first."""
         ring = range(max(self.valid_from, self._oldest_ring_frame(end_frame)), end_frame)
         return [*range(min(self.sink_frames, end_frame)), *ring]
 
     def _oldest_ring_frame(self, end_frame: int) -> int:
-        """Return the first frame behind the sinks that a chunk ending at `end_frame` may see."""
+        """Return the first frame after the sink frames that a chunk ending at `end_frame` may see."""
         return max(self.sink_frames, end_frame - self.ring_frames)
 
     def token_positions(self, slots: list[int]) -> torch.Tensor:
-        """Return positions, on the buffer's device, of the tokens of `slots`."""
+        """Return the token positions of `slots`, on the buffer's device."""
         size = self.tokens_per_frame
         starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
         return to_device((starts + torch.arange(size)).flatten(), self.buffer.device)
 
     def _seen_slots(self, end_frame: int) -> tuple[int, ...]:
-        """Return the slots that a chunk ending at `end_frame` sees, where their tokens are no plain slice.
+        """Return the slots that a chunk ending at `end_frame` sees, if their tokens are not a
+        slice.
 
-        Oldest first; in a ring with spare frames as in one without. Kept for one chunk: every layer asks.
+        The order is oldest first, with spare frames the same as without. Cached for one chunk,
+        because every layer calls this.
         """
         if self._seen is None or self._seen[0] != end_frame:
             frames = self.visible_frames(end_frame)
@@ -328,7 +363,8 @@ class KVWindow:
         return self._seen[1]
 
     def _positions(self, slots: tuple[int, ...]) -> torch.Tensor:
-        """`token_positions` of these slots, the last `max_attention_tokens` of them; made once for the ring."""
+        """Return the last `max_attention_tokens` of `token_positions(slots)`, cached with the ring
+        buffer."""
         limit, orders = self.max_attention_tokens, self._ring.orders
         if (slots, limit) not in orders:
             order = self.token_positions(list(slots))
@@ -346,7 +382,7 @@ def kv_window_nbytes(
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes a `KVWindow` of these sizes will hold. window_frames: its spare frames included."""
+    """Return the bytes of a `KVWindow` of these sizes. `window_frames` includes its spare frames."""
     numel = 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim
     return kv_nbytes(dtype, storage, num_layers=num_layers, num_heads=num_heads, numel=numel)
 
@@ -355,7 +391,7 @@ def kv_window_nbytes(
 
 
 class RoundedView(Protocol):
-    """A window (`KVWindow`) as attention uses it where numbers are rounded before they come."""
+    """A `KVWindow` as attention uses it when keys and values are already quantized."""
 
     @property
     def scales(self) -> torch.Tensor: ...
@@ -370,7 +406,8 @@ class RoundedView(Protocol):
 
 
 class KVView(Protocol):
-    """A window as attention uses it (`kv_cache.py`): write a chunk's K/V, then attend to the visible ones."""
+    """A `KVWindow` as attention uses it: write the K/V of a chunk, then attend to the visible
+    frames."""
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
 
@@ -382,7 +419,7 @@ class KVView(Protocol):
 
 
 class WindowRow(Protocol):
-    """One row of a batch: a chunk at absolute `frames`, and its window."""
+    """One batch entry: a chunk at absolute `frames`, and its window."""
 
     @property
     def frames(self) -> range: ...
@@ -391,22 +428,23 @@ class WindowRow(Protocol):
 
 
 class WindowAttention:
-    """Self-attention of several rows to their windows, on a rank that has all tokens of its heads.
+    """Self-attention of a batch to its K/V windows, on a rank that has all tokens of its heads.
 
-    `HeadExchange` is the form of sequence-parallel ranks.
+    `HeadExchange` is the version for sequence-parallel ranks.
     """
 
     def places(self, rows: Sequence[WindowRow], layer: int) -> list[KVPlace] | None:
-        """Return the memory of the rows' K/V of `layer`.
+        """Return the memory for the K/V of `layer` of each batch entry, or None.
 
-        The caller writes them there and then calls `attend_to_written`; None: pass them to `attend`.
+        The caller writes K/V there and calls `attend_to_written`. If the result is None, it passes
+        K/V to `attend` instead.
         """
         places = [row.window.place(layer, row.frames) for row in rows]
         known = [place for place in places if place is not None]
         return known if len(known) == len(rows) else None
 
     def attend_to_written(self, rows: Sequence[WindowRow], layer: int, q_BTNH: torch.Tensor) -> torch.Tensor:
-        """Attend to windows that hold the rows' K/V of `layer`, [B, T, N, H]."""
+        """Attend to windows that already hold the batch's K/V of `layer`. Returns [B, T, N, H]."""
         return stack([row.window.attend(layer, row.frames, q_TNH) for row, q_TNH in zip(rows, q_BTNH, strict=True)])
 
     def attend(
@@ -418,9 +456,18 @@ class WindowAttention:
         v_BTNH: torch.Tensor,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`.
+        """Write K/V of `layer` into the windows, then attend.
 
-        All [B, T_r, N, H] of this rank's tokens, the result too, which is to be used before the next call.
+        Args:
+            rows: The chunks of the batch.
+            layer: Index among the layers of this rank.
+            q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
+            k_BTNH: Keys, of the same shape.
+            v_BTNH: Values, of the same shape.
+            write_only: Return None after the write.
+
+        Returns:
+            [B, T_r, N, H], valid until the next call; or None.
         """
         for row, k_TNH, v_TNH in zip(rows, k_BTNH, v_BTNH, strict=True):
             row.window.write(layer, row.frames, k_TNH, v_TNH)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a `KVWindow` stores keys and values: as they are, or as FP8 (e4m3) with a scale per layer and head.
+"""Storage formats of a `KVWindow`: unquantized, or FP8 (e4m3) with a scale per layer and head.
 
-An e4m3 number has four significant bits over a range of 2^18, so a scale only has to bring the values into that range;
-it does not decide the precision. It is a power of two (multiplying by it is exact) and leaves `_HEADROOM` above the
-largest value of the session's first chunk, each pass over which sets it anew. Later values beyond that are cut to the
-largest e4m3 number. The scale of a head depends on that head of that session alone, so results do not change with the
-batch, the ranks or the order of chunks.
-A format also attends: the fastest product of queries and stored numbers depends on how these are stored.
-Held by tests/model_executor/layers/test_kv_format.py.
+An e4m3 value has four significant bits over a range of 2^18. A scale therefore only has to bring
+the values into this range; it does not determine the precision. Each scale is a power of two,
+because multiplying by it is exact. It leaves `_HEADROOM` above the largest value of the session's
+first chunk, and each pass over that chunk sets it again. Later values beyond the range are clamped
+to the largest e4m3 value. The scale of a head depends only on that head of that session, so results
+do not change with the batch, the ranks or the order of chunks.
+
+A format also implements attention, because the fastest product of queries and stored keys depends
+on the storage.
 """
 
 # L layers, T tokens of a chunk, S stored tokens, N heads, H head dim
@@ -22,26 +24,25 @@ from vllm_omni.model_executor.layers.fp8_attention import fp8_attention, fp8_pro
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, plain_narrow, widen
 
 _narrow = torch.compiler.disable(narrow)
-"""Left out of compiled code, which has no e4m3 on a CPU."""
+"""Excluded from compiled code, which has no e4m3 on CPUs."""
 _HEADROOM = 16.0
 _TINIEST = 2.0**-10
-"""Of a head whose values are all zero."""
+"""Scale of a head whose values are all zero."""
 
 
 @dataclass(frozen=True)
 class KVPlace:
-    """Where a chunk's keys and values of a layer are kept.
-
-    stored_2TNH: a part of the buffer. scales_2N: fp32 powers of two by which they are divided before they are rounded
-    to FP8; None = they are kept as they are.
-    """
+    """Memory for the keys and values of one chunk in one layer."""
 
     stored_2TNH: torch.Tensor
+    """Part of the window's buffer, keys then values."""
     scales_2N: torch.Tensor | None
+    """fp32 powers of two that divide keys and values before quantization to FP8. None: they are
+    stored unquantized."""
 
 
 def store(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor | None, target_KTNH: torch.Tensor) -> None:
-    """Write one or two tensors [T, N, H] where a window keeps them. scales_KN: as of `KVPlace`."""
+    """Write one or two tensors [T, N, H] into a window's memory; `scales_KN` as in `KVPlace`."""
     if scales_KN is not None:
         _narrow(parts, scales_KN, target_KTNH)
         return
@@ -50,7 +51,8 @@ def store(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor | None, targe
 
 
 class KVFormat:
-    """Keys and values as they are. dtype: of keys and values outside; storage: of the buffer."""
+    """Unquantized storage. `dtype` is the type of keys and values outside; `storage` that of the
+    buffer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -61,24 +63,28 @@ class KVFormat:
         return 0
 
     def fit(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Take note of the session's first keys and values, before they are stored."""
+        """Set the scales from the first keys and values of the session, before they are stored."""
 
     def store(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
-        """Write keys and values into a part of the buffer."""
+        """Quantize keys and values into a part of the buffer."""
         store((k_TNH, v_TNH), self.layer_scales(layer), target_2TNH)
 
     def keep(self, rounded_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
-        """Write keys and values that are as the buffer holds them into a part of it."""
+        """Copy keys and values that are already quantized into a part of the buffer."""
         in_words(target_2TNH).copy_(in_words(rounded_2TNH))
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
-        """Return keys (kind 0) or values (1) as the buffer holds them."""
+        """Quantize keys (kind 0) or values (kind 1) to the type of the buffer."""
         return x_TNH
 
     def load(self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a part of the buffer, keys and values, in `dtype` [2, S, N, H]; possibly a view.
+        """Dequantize a part of the buffer to keys and values [2, S, N, H] in `dtype`; possibly a
+        view.
 
-        tokens: int64, the places of the wanted tokens in it, in that order; None = all.
+        Args:
+            layer: Index among the layers of this rank.
+            stored_2SNH: The part of the buffer.
+            tokens: int64 positions of the wanted tokens, in order. Default: all.
         """
         return stored_2SNH if tokens is None else stored_2SNH.index_select(1, tokens)
 
@@ -90,46 +96,48 @@ class KVFormat:
         tokens: torch.Tensor | None = None,
         key_range: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`attention` of queries to a part of the buffer. tokens: as of `load`."""
+        """Return `attention` of queries to a part of the buffer; `tokens` as in `load`."""
         k_SNH, v_SNH = self.load(layer, stored_2SNH, tokens)
         return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
 
     def rounds_queries(self, num_queries: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None) -> bool:
-        """Whether `attend` rounds so many queries to e4m3, so that `attend_rounded` can take them rounded."""
+        """Return whether `attend` quantizes this number of queries to e4m3, so that
+        `attend_rounded` may be called."""
         return False
 
     def attend_rounded(
         self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`attend` from e4m3 to e4m3, where `rounds_queries`; see `fp8_attention.rounded_attention`."""
+        """Return `attend` from e4m3 to e4m3. Requires `rounds_queries`; see
+        `fp8_attention.rounded_attention`."""
         raise NotImplementedError
 
     def rounded(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return float numbers in units of the buffer as the buffer would hold them."""
+        """Return scaled float values with the precision of the buffer."""
         return stored.to(self.storage)
 
     def scales(self) -> torch.Tensor | None:
-        """[L, 2, N] fp32 by which the buffer's numbers are to be multiplied; None = 1."""
+        """Return the factors of the stored values for dequantization, [L, 2, N] fp32. None: all 1."""
         return None
 
     def layer_scales(self, layer: int) -> torch.Tensor | None:
-        """[2, N] of `scales`."""
+        """Return `scales` of one layer, [2, N]."""
         scales = self.scales()
         return None if scales is None else scales[layer]
 
     def take_scales(self, other: Self) -> None:
-        """Use another window's scales: its buffer is copied into this one's."""
+        """Copy the scales of another window whose buffer is copied into this one's."""
 
     def clear(self) -> None:
-        """Forget the session's first keys and values."""
+        """Reset the scales for a new session."""
 
     @property
     def places(self) -> tuple[torch.Tensor, ...]:
-        """Tensors beside the buffer that are read and written in place."""
+        """Return the tensors, in addition to the buffer, that are read and written in place."""
         return ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """A snapshot's tensors beside the buffer, by name."""
+        """Return the tensors of a snapshot, in addition to the buffer, by name."""
         return {}
 
     def fork(self) -> Self:
@@ -140,8 +148,11 @@ class KVFormat:
 
 
 class ScaledFP8(KVFormat):
-    """See the module docstring. Attention multiplies them as they are where that is faster (`fp8_attention.py`);
-    elsewhere one pass converts all that a chunk sees to `dtype`."""
+    """Scaled e4m3 storage; see the module docstring.
+
+    Attention multiplies in FP8 where that is faster (`fp8_attention.py`). Elsewhere one pass first
+    dequantizes everything that a chunk sees to `dtype`.
+    """
 
     def __init__(self, dtype: torch.dtype, num_layers: int, num_heads: int, device: torch.device | str) -> None:
         super().__init__(dtype)
@@ -219,7 +230,18 @@ class ScaledFP8(KVFormat):
 def kv_format(
     dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, device: torch.device | str
 ) -> KVFormat:
-    """Return the format of a window. storage: None = `dtype`. Raises ValueError for a type that is not offered."""
+    """Return the format of a window.
+
+    Args:
+        dtype: Type of keys and values outside the window.
+        storage: Type of the buffer. None: `dtype`.
+        num_layers: Layers of this rank.
+        num_heads: Heads of this rank.
+        device: Device of the scales.
+
+    Raises:
+        ValueError: `storage` is neither `dtype` nor e4m3.
+    """
     if storage is None or storage == dtype:
         return KVFormat(dtype)
     if storage != FP8:
@@ -228,7 +250,7 @@ def kv_format(
 
 
 def kv_nbytes(dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, numel: int) -> int:
-    """Return the bytes of `numel` stored numbers and their scales, as `kv_format` would keep them."""
+    """Return the bytes of `numel` stored elements and their scales in the format of `kv_format`."""
     if storage is None or storage == dtype:
         return numel * dtype.itemsize
     return numel * storage.itemsize + num_layers * 2 * num_heads * torch.float32.itemsize

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How layers are spread over pipeline stages by their cost, and how they move when the spread changes.
+"""Balance layers over pipeline stages by measured cost, and move them when the balance changes.
 
-`balanced_partition` chooses; `LayerMove` carries weights between stages with point-to-point sends, nothing else, in an
-order that is the same on every stage. Knows no model.
-Held by tests/model_executor/layers/test_layer_moves.py.
+`balanced_partition` computes the partition. `LayerMove` moves weights between stages with
+point-to-point sends only, in an order that is the same on every stage. This module is independent
+of the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,22 @@ from torch import nn
 
 @dataclass(frozen=True)
 class StageCost:
-    """The cost of a chunk on one stage, in milliseconds. fixed: everything but its layers (head, embedding, decode)."""
+    """The cost of one chunk on one stage."""
 
     layer_ms: float
+    """Milliseconds per layer."""
     fixed_ms: float
+    """Milliseconds of everything except the layers (head, embedding, decode)."""
 
     def total_ms(self, layers: int) -> float:
         return self.fixed_ms + layers * self.layer_ms
 
 
 def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]:
-    """Return layers per stage, at least one each, such that the slowest stage is as fast as can be.
+    """Return the layers per stage, at least one each, that minimise the time of the slowest stage.
 
-    Each further layer goes where the total is then least, which is optimal because every stage's cost only grows.
+    The greedy choice (each further layer goes to the stage with the least total afterwards) is
+    optimal, because every stage's cost only grows.
     """
     partition = [1] * len(costs)
     for _ in range(num_layers - len(costs)):
@@ -42,10 +45,15 @@ def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]
 def stage_costs(
     steps_ms: Sequence[float], layers: Sequence[int], passes: int, once_ms: Sequence[float]
 ) -> list[StageCost]:
-    """Split a stage's measured time into its layers and the rest.
+    """Split the measured time of each stage into its layers and the rest.
 
-    steps_ms: of one pass, by stage. layers: of each stage at that time. passes: of one chunk. once_ms: a
-    stage's other work per chunk (decoding). A layer costs as much as on the stage with least work beside its layers.
+    A layer is assumed to cost as much as on the stage with the least other work.
+
+    Args:
+        steps_ms: Milliseconds of one pass, by stage.
+        layers: Layers of each stage during the measurement.
+        passes: Passes of one chunk.
+        once_ms: Milliseconds of other work per chunk (decoding), by stage.
     """
     layer_ms = min(ms / count for ms, count in zip(steps_ms, layers, strict=True))
     return [
@@ -55,9 +63,15 @@ def stage_costs(
 
 
 class LayerMove:
-    """One rank's part of a new partition. Collective: the ranks of one pipeline make the same calls in the same order.
+    """One rank's part of a repartition. Collective: all ranks of one pipeline make the same calls
+    in the same order.
 
-    ranks: global ranks of the stages that hold layers, first stage first. before, after: layers of each.
+    Args:
+        ranks: Global ranks of the stages that hold layers, first stage first.
+        stage: This rank's stage.
+        before: Layers of each stage before the move.
+        after: Layers of each stage after the move.
+        group: Process group of the sends. Default: the default group.
     """
 
     def __init__(
@@ -68,7 +82,12 @@ class LayerMove:
         self.partition = tuple(after)
 
     def modules(self, modules: nn.ModuleDict, make: Callable[[int], nn.Module]) -> nn.ModuleDict:
-        """Layers by number, as this stage holds them -> as it holds them afterwards. make: an empty one, by number."""
+        """Return this stage's layers after the move, by number.
+
+        Args:
+            modules: This stage's layers before the move, by number.
+            make: Builds an empty layer, by number.
+        """
         moved: dict[str, nn.Module] = {}
         for layer in range(len(self._before)):
             ours, theirs = self._before[layer] == self._stage, self._after[layer] == self._stage
@@ -92,13 +111,14 @@ class LayerMove:
 
 
 def _owners(partition: Sequence[int]) -> list[int]:
-    """The stage of each layer."""
+    """Return the stage of each layer."""
     ends = list(accumulate(partition))
     return [next(stage for stage, end in enumerate(ends) if layer < end) for layer in range(ends[-1])]
 
 
 def _release(module: nn.Module) -> None:
-    """Free a layer's memory now: vLLM's parameters refer to their layers, so the layer waits for a collection."""
+    """Free a layer's memory immediately: vLLM's parameters refer to their layer, so it would wait
+    for garbage collection."""
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)
 

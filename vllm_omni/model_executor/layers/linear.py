@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layers, placed by a `ParallelContext`, and how their weights are kept.
+"""vLLM's linear layers, sharded by a `ParallelContext`, and the precision of their weights.
 
-A layer takes its rank and the number of ranks from the `ParallelContext` that the model was built with, not from vLLM's
-tensor-parallel group: under sequence parallelism, and where guidance branches have a rank each, every rank of that
-group holds whole layers. Sums over ranks are the context's, too, so that CUDA graphs end before them.
+A layer takes its rank and the number of ranks from the `ParallelContext` that the model was built
+with, not from vLLM's tensor-parallel group. Under sequence parallelism, and if guidance branches
+run on separate ranks, every rank of that group holds whole layers. All-reduces also go through the
+context, so that CUDA graphs end before them.
 
-`slots` gives the checkpoint's names of a layer; a tensor reaches its parameter through vLLM's `weight_loader`, which
-cuts out this rank's part.
-Held by tests/model_executor/layers/test_linear.py.
+`slots` returns a layer's tensor names in the checkpoint. vLLM's `weight_loader` of the parameter
+cuts this rank's part out of a full tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,10 +46,12 @@ from vllm_omni.model_executor.layers.rounded_input import Input, product
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):
-    """Weights stay as they were loaded: they move between pipeline stages and are loaded again in place.
+    """Unquantized weights that stay as loaded, because they move between pipeline stages and are
+    reloaded in place.
 
-    vLLM's own method does otherwise on a CPU, where it packs a weight for one product and drops it. Its parameters also
-    ask for a tensor-parallel group when they are made, and models are built in processes that have none.
+    vLLM's own method packs a weight for its CPU kernel and drops the original. Its parameters also
+    require a tensor-parallel group when they are created, and models are also built in processes
+    without one.
     """
 
     def __init__(self) -> None:
@@ -83,11 +85,14 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 
 
 class LinearPrecision(QuantizationConfig):
-    """How each linear layer of a model keeps its weights: as they were loaded, or as the engine's quantization says.
+    """The precision of each linear layer: as loaded, or quantized as the engine is configured.
 
-    quantization: vLLM's config of `--quantization`, None = nothing is quantized. kept: patterns (`fnmatch`) of layers'
-    names that stay as they were loaded all the same. int8: of those that only their weights are rounded of, to int8,
-    where the engine quantizes as it loads; a checkpoint that is stored quantized has them as they shall be.
+    Args:
+        quantization: vLLM's config for `--quantization`. None: nothing is quantized.
+        kept: `fnmatch` patterns of layer names that stay unquantized.
+        int8: `fnmatch` patterns of layer names with int8 weights and unquantized inputs. They apply
+            when the engine quantizes while it loads; a quantized checkpoint already stores its
+            formats.
     """
 
     def __init__(
@@ -130,7 +135,8 @@ class LinearPrecision(QuantizationConfig):
 
 
 class _OfRoundedInput(LinearBase):
-    """A layer that also multiplies an input that was rounded for it (`rounded_input.takes_rounded`)."""
+    """A linear layer that also accepts an input that is already quantized
+    (`rounded_input.takes_rounded`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -145,7 +151,7 @@ class _OfRoundedInput(LinearBase):
 
 
 class ColumnLinear(_OfRoundedInput, ColumnParallelLinear, ShardedModule):
-    """This rank's output channels of one linear layer."""
+    """The output channels of one linear layer that this rank holds."""
 
     def __init__(
         self,
@@ -176,9 +182,10 @@ class ColumnLinear(_OfRoundedInput, ColumnParallelLinear, ShardedModule):
 
 
 class MergedLinear(_OfRoundedInput, MergedColumnParallelLinear, ShardedModule):
-    """This rank's output channels of linear layers that share an input, as one matrix product, layer after layer.
+    """Linear layers with a common input, merged into one matrix product; this rank's output
+    channels.
 
-    names: the checkpoint's, of siblings of this module.
+    `names` are the checkpoint's names of the layers, as siblings of this module.
     """
 
     def __init__(
@@ -194,7 +201,8 @@ class MergedLinear(_OfRoundedInput, MergedColumnParallelLinear, ShardedModule):
     ) -> None:
         self.names = tuple(names)
         self.output_sizes = list(out_features)
-        # Not the constructor between: it asks vLLM's tensor-parallel group for rank and size.
+        # Skips the constructor between, because it reads rank and size from vLLM's tensor-parallel
+        # group.
         ColumnParallelLinear.__init__(
             self,
             in_features,
@@ -213,7 +221,7 @@ class MergedLinear(_OfRoundedInput, MergedColumnParallelLinear, ShardedModule):
         return self.named_slots([f"{parent}.{name}" for name in self.names])
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
-        """`slots`, where the merged layers have these full names."""
+        """Yield `slots` for merged layers with these full names."""
         row = 0
         for index, (name, full) in enumerate(zip(names, self.output_sizes, strict=True)):
             rows = _Rows(self, row, full // self.tp_size, full, self.tp_rank, index)
@@ -223,7 +231,7 @@ class MergedLinear(_OfRoundedInput, MergedColumnParallelLinear, ShardedModule):
 
 
 class StackedLinear(MergedLinear):
-    """A `MergedLinear` whose layers are one tensor in the checkpoint, too, under this module's name."""
+    """A `MergedLinear` whose layers are one tensor in the checkpoint too, under this module's name."""
 
     def __init__(
         self,
@@ -248,9 +256,9 @@ class StackedLinear(MergedLinear):
 
 
 class QKVLinear(_OfRoundedInput, QKVParallelLinear, ShardedModule):
-    """This rank's heads of queries, keys and values as one matrix product, in this order.
+    """Query, key and value projections as one matrix product; this rank's heads, in this order.
 
-    With more ranks than key/value heads, ranks whose query heads read the same one hold it each.
+    With more ranks than K/V heads, a K/V head is replicated on all ranks whose query heads use it.
     """
 
     def __init__(
@@ -273,7 +281,7 @@ class QKVLinear(_OfRoundedInput, QKVParallelLinear, ShardedModule):
         self.output_sizes = [
             heads * head_dim * ranks for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         ]
-        # Not the constructor between, as in `MergedLinear`.
+        # Skips the constructor between, as in `MergedLinear`.
         ColumnParallelLinear.__init__(
             self,
             in_features,
@@ -288,7 +296,7 @@ class QKVLinear(_OfRoundedInput, QKVParallelLinear, ShardedModule):
         _await_bias(self)
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Where the tensors of the layers with these three full names go."""
+        """Yield the slots of the three layers with these full names."""
         kv_rank = self.tp_rank // self.num_kv_head_replicas
         row = 0
         for index, (name, heads, own, rank) in enumerate(
@@ -309,7 +317,7 @@ class QKVLinear(_OfRoundedInput, QKVParallelLinear, ShardedModule):
 
 
 class RowLinear(_OfRoundedInput, RowParallelLinear, ShardedModule):
-    """A linear layer over this rank's input channels; the result is summed over ranks, whole on each."""
+    """A linear layer over this rank's input channels, followed by an all-reduce."""
 
     def __init__(
         self,
@@ -331,7 +339,7 @@ class RowLinear(_OfRoundedInput, RowParallelLinear, ShardedModule):
             quant_config=quant_config,
             prefix=prefix,
             return_bias=False,
-            disable_tp=True,  # the constructor takes no rank; it follows
+            disable_tp=True,  # the constructor takes no rank; it is set below
         )
         self.parallel = parallel
         self.input_size = in_features
@@ -340,7 +348,7 @@ class RowLinear(_OfRoundedInput, RowParallelLinear, ShardedModule):
         _await_bias(self)
 
     def forward(self, input_: Input, alone: bool = False) -> torch.Tensor:
-        """alone: see `own_part`."""
+        """Multiply, and all-reduce unless `alone` is set; see `own_part`."""
         part = super().forward(input_)
         assert isinstance(part, torch.Tensor)
         if alone or self.tp_size == 1:
@@ -349,7 +357,10 @@ class RowLinear(_OfRoundedInput, RowParallelLinear, ShardedModule):
         return summed if self.bias is None else summed + self.bias
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand, without the bias if there are others. A call of the module: its hooks fetch weights."""
+        """Return this rank's summand before the all-reduce, without bias if there are other ranks.
+
+        This calls the module, so that its hooks fetch offloaded weights.
+        """
         part: torch.Tensor = self(x, alone=True)
         return part
 
@@ -366,26 +377,30 @@ class RowLinear(_OfRoundedInput, RowParallelLinear, ShardedModule):
 
 @dataclass(frozen=True)
 class _Rows:
-    """The output channels of one layer of the checkpoint on this rank, in a module that may hold more layers.
-
-    row: its first in the module. own: here. full: in the checkpoint. rank: this one's place among those that split the
-    layer. index: its place in the module.
-    """
+    """This rank's output channels of one checkpoint layer, in a module that may merge several
+    layers."""
 
     module: LinearBase
+    """The module that holds the layer."""
     row: int
+    """First output channel of the layer in the module."""
     own: int
+    """Output channels of the layer on this rank."""
     full: int
+    """Output channels of the layer in the checkpoint."""
     rank: int
+    """Index of this rank among those that shard the layer."""
     index: int = 0
+    """Index of the layer in the module."""
 
     def slot(self, parameter: Any, *shard: int | str) -> CheckpointSlot:
-        """Where a tensor of the layer goes: rows of a parameter, a scale of its own, or a value that layers share."""
+        """Return the slot of one tensor of the layer: channels of a parameter, a separate scale, or
+        a shared value."""
         if getattr(parameter, "output_dim", None) is None:
             single = isinstance(parameter, PerTensorScaleParameter)
             target = parameter.data[self.index] if single else parameter.data
             return CheckpointSlot(tuple(target.shape), target, None, _loader(parameter, *shard))
-        # A scale of a block of channels has fewer rows than the weight.
+        # A scale per block of channels has fewer entries than the weight has channels.
         channels = self.module.output_size_per_partition
         row, own = (rows * parameter.shape[0] // channels for rows in (self.row, self.own))
         shape = (own * self.full // self.own, *parameter.shape[1:])
@@ -398,18 +413,19 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _await_bias(layer: LinearBase) -> None:
-    """Let a layer that is quantized once all of it is loaded wait for its bias, too.
+    """Make a layer that is quantized once it is fully loaded wait for its bias, too.
 
-    vLLM learns of a bias when the weight arrives; in a file the bias comes before the weight.
+    vLLM registers the bias when the weight arrives, but in a file the bias comes before the weight.
     """
     if layer.quant_method.uses_meta_device:
         initialize_online_processing(layer)
 
 
 def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
-    """GELU, by its formula with tanh, of a layer's result; on CUDA in the product's own kernel where that is cuBLAS's.
+    """Return the tanh approximation of GELU of a layer's result, fused into cuBLAS's product on
+    CUDA.
 
-    That kernel takes the GELU of the sum in fp32, not of its rounding.
+    The fused kernel applies GELU to the fp32 sum, before it is rounded.
     """
     weight, bias = layer.weight, layer.bias
     if type(layer.quant_method) is PlainLinearMethod and isinstance(x, torch.Tensor) and isinstance(bias, torch.Tensor):
@@ -422,13 +438,15 @@ def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
 
 
 def quantized_layers(network: nn.Module) -> nn.ModuleList:
-    """The linear layers whose weights a method of vLLM's keeps: their tensors are not the checkpoint's."""
+    """Return the linear layers that a quantization method of vLLM manages; their tensors differ
+    from the checkpoint's."""
     layers = (module for module in network.modules() if isinstance(module, LinearBase))
     return nn.ModuleList(layer for layer in layers if not isinstance(layer.quant_method, PlainLinearMethod))
 
 
 def check_reloadable(layers: nn.ModuleList) -> None:
-    """Raise ValueError if vLLM has packed a layer's weight for its kernel and dropped it, as it does int8 on a CPU."""
+    """Raise ValueError if vLLM has dropped an original weight after packing it, as it does with
+    int8 on CPUs."""
     if any(getattr(layer, "weight", None) is None and not hasattr(layer, "weight_packed") for layer in layers):
         raise ValueError(
             "reload_weights: vLLM has packed these quantized weights for this device and cannot load them again in "
@@ -437,13 +455,14 @@ def check_reloadable(layers: nn.ModuleList) -> None:
 
 
 def check_quantization(network: nn.Module, method: str | None) -> None:
-    """Raise ValueError if `method` (`--quantization`) would change nothing."""
+    """Raise ValueError if `method` (`--quantization`) applies to no layer."""
     if not quantized_layers(network):
         raise ValueError(f"--quantization {method}: {type(network).__name__} has no layer for it; drop it")
 
 
 def _loader(parameter: Any, *shard: int | str) -> Callable[[torch.Tensor], None]:
-    """Return the function that fills a parameter, or one layer's share of it, from a full tensor."""
+    """Return the function that loads a full tensor into a parameter, or into one merged layer's
+    share of it."""
     return partial(_load, parameter, shard)
 
 

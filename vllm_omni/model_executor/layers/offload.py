@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader`: linear layers whose weights lie in host memory and are on the device only around their use.
+"""`LayerOffloader`: keep weights of linear layers in host memory and fetch them to the device just
+before their use.
 
-A network hands its blocks to vLLM's `get_offloader().wrap_modules`, as vLLM's models do; the runner sets this offloader
-before it builds a model. After loading, `--cpu-offload-gb` decides how much of their linear layers stays on the host,
-spread evenly over all blocks of all networks, so that every forward fetches about as much per millisecond.
+A network passes its blocks to vLLM's `get_offloader().wrap_modules`, as vLLM's models do. The
+runner sets this offloader before it builds a model. After loading, `--cpu-offload-gb` decides how
+many bytes of linear layers stay on the host. These layers are spread evenly over the blocks of all
+networks, so that every forward pass fetches about the same amount per millisecond.
 
-A layer's weights are copied into one of a few slots on the device while the layers before it compute. The next layers
-are those that came next the last time, so the order needs no description and may differ from that of construction: with
-two experts in turns, or keys and values of a new prompt in between, the first layer after a change comes late, never
-wrong. A layer computes with the same bits in the same kernels as without an offloader.
+A layer's weights are copied into one of a few device slots while earlier layers compute. The
+prefetch order is the order of the previous pass, so it needs no description and may differ from the
+order of construction. After a change of order (two alternating experts, or K/V of a new prompt) the
+first layer arrives late, but the result is still correct. A layer runs the same kernels and gives
+bitwise the same result as without an offloader.
 
-vLLM's own two do not serve here: with UVA a product reads its weights over the bus once for every tile of tokens, and
-prefetching knows one list of layers, always in the same order, and none outside of it.
-Held by tests/model_executor/layers/test_offload.py.
+Why not vLLM's own two offloaders: with UVA, a matrix product reads its weights over the bus once
+per tile of tokens. Prefetching supports one list of layers in a fixed order.
 """
 
 import logging
@@ -30,35 +32,40 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 logger = logging.getLogger("vllm." + __name__)
 
 _AHEAD = 3
-"""Layers that are fetched while one computes: a short one may stand before a long one."""
+"""Number of layers to prefetch. More than one, because a short layer may precede a long one."""
 _ARENA_BYTES = 1 << 30
-"""Of pinned memory at a time: its allocator rounds up to a power of two."""
+"""Bytes per pinned allocation. torch's pinned allocator rounds up to a power of two."""
 _ALIGNMENT = 256
-"""Of a tensor in its layer's bytes, as CUDA's own allocator aligns."""
+"""Alignment of a tensor in the bytes of its layer, as in CUDA's own allocator."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """One parameter in the bytes of its layer."""
+    """The location of one parameter in the bytes of its layer."""
 
     name: str
+    """Name of the parameter in its layer."""
     start: int
+    """Byte offset."""
     dtype: torch.dtype
+    """Type of the parameter."""
     shape: tuple[int, ...]
+    """Shape of the parameter."""
     stride: tuple[int, ...]
+    """Strides in elements."""
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self, room: torch.Tensor) -> torch.Tensor:
-        """This parameter in `room`, bytes."""
+        """View this parameter in `room`, a tensor of bytes."""
         typed = room[self.start : self.start + self.nbytes].view(self.dtype)
         return typed.as_strided(self.shape, self.stride, typed.storage_offset())
 
 
 def _layout(layer: nn.Module) -> tuple[_Stored, ...]:
-    """Where a layer's parameters lie in its bytes, one behind the other."""
+    """Return the location of each parameter in the consecutive bytes of a layer."""
     stored, start = [], 0
     for name, parameter in layer.named_parameters(recurse=False):
         tensor = parameter.data
@@ -69,37 +76,46 @@ def _layout(layer: nn.Module) -> tuple[_Stored, ...]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory, in any order of dimensions."""
+    """Return whether the elements fill a contiguous block of memory, in any order of dimensions."""
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() == reach
 
 
 @dataclass(eq=False)
 class _Slot:
-    """Device memory for one layer. arrived: of its copy; read: of the last kernel that reads it (None on a CPU)."""
+    """Device memory for the weights of one layer."""
 
     room: torch.Tensor
+    """The bytes."""
     arrived: torch.cuda.Event | None
+    """Recorded after the copy from the host. None on CPUs."""
     read: torch.cuda.Event | None
+    """Recorded after the last kernel that reads the slot. None on CPUs."""
     holds: "_Layer | None" = None
+    """The layer whose weights are in the slot."""
 
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer on the host. room: its bytes there. following: the one that was used after it the last time."""
+    """A layer with weights in host memory."""
 
     layer: nn.Module
+    """The layer."""
     stored: tuple[_Stored, ...]
+    """Location of each parameter in `room`."""
     room: torch.Tensor
+    """Host memory of the weights, as bytes."""
     views: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Parameters as views of device memory, by slot."""
     following: "_Layer | None" = None
+    """The layer that ran next in the previous pass."""
 
     @property
     def nbytes(self) -> int:
         return self.room.numel()
 
     def show(self, room: torch.Tensor) -> None:
-        """Let the layer's parameters be those in `room`."""
+        """Point the layer's parameters at the bytes of `room`."""
         if id(room) not in self.views:
             self.views[id(room)] = {one.name: one.view(room) for one in self.stored}
         for name, view in self.views[id(room)].items():
@@ -107,7 +123,7 @@ class _Layer:
             parameter.data = view
 
     def take_home(self) -> None:
-        """Copy parameters that are elsewhere (new ones, or loaded anew on the device) to the host."""
+        """Copy parameters that are not in host memory (new, or reloaded on the device) to the host."""
         for one in self.stored:
             data, home = getattr(self.layer, one.name).data, one.view(self.room)
             if data.data_ptr() != home.data_ptr():
@@ -116,7 +132,8 @@ class _Layer:
 
 
 class _Copies:
-    """How weights reach a slot: at once. On CUDA beside the computation (`_StreamCopies`)."""
+    """Copies weights into a slot synchronously. `_StreamCopies` overlaps the copy with computation
+    on CUDA."""
 
     def new_slot(self, nbytes: int, device: torch.device) -> _Slot:
         return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=device), None, None)
@@ -125,10 +142,10 @@ class _Copies:
         slot.room[: layer.nbytes].copy_(layer.room)
 
     def wait(self, slot: _Slot) -> None:
-        """Kernels launched from now on find the weights in the slot."""
+        """Make later kernels wait until the slot holds its weights."""
 
     def leave(self, slot: _Slot) -> None:
-        """Kernels launched until now were the last to read the slot."""
+        """Record that kernels launched so far were the last to read the slot."""
 
 
 class _StreamCopies(_Copies):
@@ -158,8 +175,14 @@ class _StreamCopies(_Copies):
 
 
 class LayerOffloader(BaseOffloader):
-    """budget_bytes: of weights on the host, at most. load_on_host: layers are loaded there, and those beyond the budget
-    move to the device afterwards; else they are loaded on the device, which must then hold them all for a while.
+    """Offloads linear layers up to a budget.
+
+    Args:
+        budget_bytes: Maximum bytes of weights on the host.
+        device: Device that computes.
+        load_on_host: Load layers on the host and move those beyond the budget to the device
+            afterwards. Otherwise layers are loaded on the device, which must hold them all for a
+            while.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, *, load_on_host: bool = True) -> None:
@@ -167,12 +190,12 @@ class LayerOffloader(BaseOffloader):
         self._copies = _StreamCopies(device) if device.type == "cuda" else _Copies()
         self._wrapped: list[nn.Module] = []
         self._layers: list[_Layer] = []
-        self._slots: list[_Slot] = []  # the one that was used the longest ago first
+        self._slots: list[_Slot] = []  # least recently used first
         self._last: _Layer | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Of weights that the device does not hold."""
+        """Return the bytes of weights that are not on the device."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
@@ -180,7 +203,7 @@ class LayerOffloader(BaseOffloader):
         return sum(slot.room.numel() for slot in self._slots)
 
     def wrap_modules(self, modules_generator: Generator[nn.Module, None, None], prefix: str = "") -> list[nn.Module]:
-        """Take note of a network's blocks; each is on the host before the next one is made."""
+        """Register the blocks of a network; each is moved to the host before the next one is built."""
         modules = []
         for module in modules_generator:
             modules.append(module)
@@ -192,7 +215,11 @@ class LayerOffloader(BaseOffloader):
         return modules
 
     def post_init(self) -> None:
-        """Put every layer in its place, after loading and after each reload. Raises ValueError if none is left."""
+        """Move every layer to host or device, after loading and after each reload.
+
+        Raises:
+            ValueError: No layer would stay on the host.
+        """
         if not self._layers:
             self._choose()
         for layer in self._layers:
@@ -201,7 +228,7 @@ class LayerOffloader(BaseOffloader):
             slot.holds = None
 
     def _choose(self) -> None:
-        """Decide which layers lie on the host, and make slots for them."""
+        """Choose the layers that stay on the host, and allocate slots for them."""
         sizes = [_nbytes(_layout(layer)) for layer in self._wrapped]
         chosen = spread(sizes, self._budget_bytes)
         if not any(chosen):
@@ -234,7 +261,8 @@ class LayerOffloader(BaseOffloader):
         )
 
     def _enter(self, layer: _Layer) -> None:
-        """Before a layer computes: wait for its weights, and begin to fetch those of the next layers."""
+        """Before a layer computes, wait for its weights and start to fetch those of the next
+        layers."""
         slot = self._slot_of(layer)
         self._copies.wait(slot)
         layer.show(slot.room)
@@ -253,7 +281,8 @@ class LayerOffloader(BaseOffloader):
         layer.show(layer.room)
 
     def _slot_of(self, layer: _Layer) -> _Slot:
-        """The slot that holds a layer, or that it is fetched into from now on; it becomes the newest."""
+        """Return the slot with the layer's weights, fetching them if necessary; it becomes the most
+        recently used."""
         slot = next((slot for slot in self._slots if slot.holds is layer), self._slots[0])
         if slot.holds is not layer:
             slot.holds = layer
@@ -264,7 +293,7 @@ class LayerOffloader(BaseOffloader):
 
 
 class _Rooms:
-    """Host memory in which layers lie one behind the other, pinned where there is a device to copy to."""
+    """Host memory for consecutive layers, pinned if there is a device to copy to."""
 
     def __init__(self, total_bytes: int, device: torch.device) -> None:
         self._left = total_bytes
@@ -281,7 +310,7 @@ class _Rooms:
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Which of the layers of these sizes lie on the host: at most `budget` bytes of them, evenly over the list."""
+    """Choose layers of at most `budget` bytes in total to keep on the host, evenly over the list."""
     total, budget = sum(sizes), min(budget, sum(sizes))
     chosen, seen, taken = [], 0, 0
     for size in sizes:
@@ -302,10 +331,11 @@ def _move(layer: nn.Module, device: torch.device) -> None:
 
 
 def offloader_for(vllm_config: VllmConfig, device: torch.device, place: ParallelContext) -> LayerOffloader | None:
-    """The offloader that `--cpu-offload-gb` asks for; None without it, and on a rank that holds no layer."""
+    """Return the offloader for `--cpu-offload-gb`, or None if it is unset or this rank holds no
+    layer."""
     gibibytes = vllm_config.offload_config.uva.cpu_offload_gb
     if gibibytes <= 0 or place.is_vae_stage:
         return None
-    # Random weights are made on the device: a host needs minutes for them.
+    # Random weights are generated on the device, because a host needs minutes for them.
     load_on_host = vllm_config.load_config.load_format != "dummy"
     return LayerOffloader(int(gibibytes * 2**30), device, load_on_host=load_on_host)

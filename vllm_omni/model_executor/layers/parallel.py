@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this rank stands, the collectives it may use, and where full checkpoint tensors go on it.
+"""This rank's parallel layout, its collectives, and the placement of checkpoint tensors on it.
 
-`ParallelContext` is handed to a model explicitly. Its ranks form one group that is used in one of two ways:
+A model receives a `ParallelContext` explicitly. The ranks of the context form one group, used in
+one of two ways:
 
-- tensor parallel: every rank has all tokens and a part of each layer's channels (heads, FFN columns);
-- sequence parallel (Ulysses): every rank has all weights and a part of the tokens; around attention they trade tokens
-  for heads (`head_trade.py`), so each rank attends with `heads / size` heads over the whole sequence.
+- tensor parallel: every rank has all tokens and a part of each layer's channels (heads, FFN
+  columns);
+- sequence parallel (Ulysses): every rank has all weights and a part of the tokens. An all-to-all
+  around attention (`head_trade.py`) lets each rank attend with `heads / size` heads over the whole
+  sequence.
 
-Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages. With a VAE stage
-(`omni.vae_stage`) the pipeline's last rank holds no layer and decodes for the others.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py,
-tests/model_executor/layers/test_head_exchange.py and
-tests/model_executor/layers/test_stage_places.py.
+Pipeline stages split the layers; the runner, not this module, sends hidden states between stages.
+With a VAE stage (`omni.vae_stage`), the pipeline's last rank holds no layer and decodes for the
+others.
 
-`StageNetwork` is the base of a network whose blocks are spread over stages and move between them.
+`StageNetwork` is the base of a network whose blocks are partitioned over stages and move between
+them.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), D channels
@@ -35,28 +37,37 @@ from vllm_omni.model_executor.layers.peer_memory import PeerMemory
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank's place. `group` is None exactly when `size` is 1.
-
-    stage, num_stages: of the stages that hold layers; the VAE stage, if there is one, comes after them.
-    partition: layers of each stage, () = as even as possible.
-    decode_group: the same ranks as `group`, which then decode together (`omni.vae_parallel`); None = the first decodes
-    alone. A group of its own: a decode may run on another CUDA stream, beside the steps, and collectives of two
-    streams in one group wait for each other in the order of issue.
-    encodes: whether this rank holds the text encoder; of an engine's ranks one does, and the others get its rows.
-    peers: memory of sequence-parallel ranks that write into each other's; None = they can not, and use collectives.
-    """
+    """One rank's parallel layout."""
 
     rank: int = 0
+    """Index of this rank in `group`."""
     size: int = 1
+    """Ranks in `group`."""
     group: dist.ProcessGroup | None = None
+    """Process group of the tensor-parallel or sequence-parallel ranks. None exactly when `size`
+    is 1."""
     stage: int = 0
+    """Pipeline stage of this rank, among the stages that hold layers; the VAE stage comes after
+    them."""
     num_stages: int = 1
+    """Stages that hold layers."""
     sequence_parallel: bool = False
+    """Whether the ranks shard tokens instead of channels."""
     vae_stage: bool = False
+    """Whether the pipeline ends with a stage that only decodes."""
     partition: tuple[int, ...] = ()
+    """Layers of each stage. Default: as even as possible."""
     decode_group: dist.ProcessGroup | None = None
+    """A second group of the same ranks, which decode together (`omni.vae_parallel`). It is
+    separate because a decode may run on another CUDA stream, concurrently with denoise steps,
+    and collectives of two streams in one group wait for each other in the order of issue. None:
+    the first rank decodes alone."""
     encodes: bool = True
+    """Whether this rank holds the text encoder. One rank of an engine does; the others receive
+    its text embeddings."""
     peers: PeerMemory | None = None
+    """Symmetric memory of sequence-parallel ranks, which write into each other's buffers. None:
+    use collectives."""
 
     @classmethod
     def from_vllm(
@@ -66,9 +77,15 @@ class ParallelContext:
         partition: Sequence[int] = (),
         vae_parallel: bool = False,
     ) -> "ParallelContext":
-        """Use vLLM's tensor-parallel and pipeline-parallel groups, which the worker has initialised.
+        """Return the layout in vLLM's tensor-parallel and pipeline-parallel groups, which the
+        worker has initialised.
 
-        vae_parallel: collective over all ranks of the engine; it makes a process group.
+        Args:
+            sequence_parallel: Shard tokens instead of channels.
+            vae_stage: The last pipeline stage only decodes.
+            partition: Layers of each stage. Default: as even as possible.
+            vae_parallel: Ranks decode together. This creates a process group, which is collective
+                over all ranks of the engine.
         """
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -101,22 +118,22 @@ class ParallelContext:
 
     @property
     def is_vae_stage(self) -> bool:
-        """Whether this rank holds no layer and only decodes."""
+        """Return whether this rank holds no layer and only decodes."""
         return self.stage == self.num_stages
 
     @property
     def decodes(self) -> bool:
-        """Whether this rank turns latents into frames, or its part of them."""
+        """Return whether this rank decodes latents into frames, or its part of them."""
         return (self.rank == 0 or self.shares_decode) and (self.is_vae_stage if self.vae_stage else self.last_stage)
 
     @property
     def shares_decode(self) -> bool:
-        """Whether the ranks that share layers, or stand beside each other on the VAE stage, decode together."""
+        """Return whether the ranks of one stage decode together."""
         return self.decode_group is not None
 
     @property
     def tensor_size(self) -> int:
-        """Ranks that share each layer's channels."""
+        """Return the number of ranks that shard each layer's channels."""
         return 1 if self.sequence_parallel else self.size
 
     @property
@@ -124,7 +141,7 @@ class ParallelContext:
         return 0 if self.sequence_parallel else self.rank
 
     def check_divisible(self, value: int, what: str) -> None:
-        """Raise ValueError when `value` (heads, columns) does not divide over the ranks."""
+        """Raise ValueError if `value` (heads, columns) is not divisible by the number of ranks."""
         if value % self.size:
             raise ValueError(
                 f"{what} = {value} does not divide over {self.size} parallel ranks; "
@@ -132,9 +149,12 @@ class ParallelContext:
             )
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this stage: consecutive, as `partition` says or as even as possible, longer first.
+        """Return the consecutive layers of this stage; empty on the VAE stage.
 
-        None on the VAE stage. Raises ValueError if `partition` does not fit.
+        They follow `partition`, or are as even as possible with longer stages first.
+
+        Raises:
+            ValueError: `partition` does not fit.
         """
         lengths = self.lengths(num_layers)
         if len(lengths) != self.num_stages or sum(lengths) != num_layers or min(lengths) < 1:
@@ -146,11 +166,11 @@ class ParallelContext:
         return range(start, num_layers if self.is_vae_stage else start + lengths[self.stage])
 
     def lengths(self, num_layers: int) -> list[int]:
-        """Return how many layers each stage holds."""
+        """Return the number of layers of each stage."""
         return list(self.partition) or split_evenly(num_layers, self.num_stages)
 
     def token_slice(self, num_tokens: int) -> slice:
-        """Return the tokens this rank works on outside attention (all of them unless sequence parallel)."""
+        """Return the tokens of this rank outside attention (all, unless sequence parallel)."""
         if not self.sequence_parallel:
             return slice(0, num_tokens)
         lengths = split_evenly(num_tokens, self.size)
@@ -158,9 +178,10 @@ class ParallelContext:
         return slice(start, start + lengths[self.rank])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over tensor-parallel ranks, in place; the identity without tensor parallelism.
+        """Sum over tensor-parallel ranks in place; the identity without tensor parallelism.
 
-        Use the result before the next of its shape: in a CUDA graph they share memory.
+        Use the result before the next all-reduce of the same shape, because both share memory in a
+        CUDA graph.
         """
         if self.tensor_size > 1:
             x = kept_copy("reduced", x)
@@ -168,37 +189,47 @@ class ParallelContext:
         return x
 
     def all_gather_channels(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Join the channel parts of tensor-parallel ranks along the last dimension."""
+        """Concatenate the channels of tensor-parallel ranks along the last dimension."""
         if self.tensor_size == 1:
             return x_TD
         return torch.cat(self._gather(x_TD), dim=-1)
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `x`, of one shape."""
+        """Return `x` of every rank; all have one shape."""
         own = kept_copy("gathered", x)
         parts = [kept_buffer(f"gathered from {rank}", own.shape, own) for rank in range(self.size)]
         between_graphs(partial(dist.all_gather, parts, own, group=self.group))
         return parts
 
     def meet(self) -> None:
-        """Where ranks write into each other's memory: nobody writes again before all have read until here."""
+        """Barrier of ranks that write into each other's memory: no rank writes again before all
+        have read."""
         if self.peers is not None:
             self.peers.meet()
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_lengths: list[int], sent_lengths: list[int]
     ) -> None:
-        """Exchange rows of the first dimension: so many of each rank's arrive, so many leave for it. Kept tensors."""
+        """All-to-all of slices along the first dimension.
+
+        Args:
+            received: Receive buffer. It must be at the same address in each call.
+            sent: Send buffer. It must be at the same address in each call.
+            received_lengths: Length received from each rank.
+            sent_lengths: Length sent to each rank.
+        """
         between_graphs(
             partial(dist.all_to_all_single, received, sent, received_lengths, sent_lengths, group=self.group)
         )
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `x`, of one shape. Use them before the next call with that shape."""
+        """Return `x` of every rank; all have one shape. Use them before the next call with that
+        shape."""
         return [x] if self.size == 1 else self._gather(x)
 
     def gather_tokens(self, x_BTD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Join the token parts of sequence-parallel ranks: [B, T_r, D] -> [B, num_tokens, D] on every rank."""
+        """All-gather the tokens of sequence-parallel ranks: [B, T_r, D] -> [B, num_tokens, D] on
+        every rank."""
         if not self.sequence_parallel:
             return x_BTD
         lengths = split_evenly(num_tokens, self.size)
@@ -207,7 +238,8 @@ class ParallelContext:
 
 
 def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a second `group` of the same `ranks`; every rank of the world does so at the same point, for its own."""
+    """Create a second `group` of the same `ranks`. Every rank of the world does so at the same
+    time, for its own group."""
     everybody: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everybody, list(ranks))
     backend = dist.get_backend(group)
@@ -216,25 +248,29 @@ def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.Proce
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """Return `parts` lengths that sum to `total`, differ by at most one, longer first."""
+    """Return `parts` lengths that sum to `total` and differ by at most one, longer first."""
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 @dataclass(frozen=True)
 class CheckpointSlot:
-    """Where one full checkpoint tensor goes on this rank.
-
-    shape: of the full tensor. target: a view into a parameter. part: the (dimension, start) of this rank's piece of
-    the full tensor; None = all of it. loader: cuts out that piece and fills `target`; None = a plain copy.
-    """
+    """The placement of one full checkpoint tensor on this rank."""
 
     shape: tuple[int, ...]
+    """Shape of the full tensor."""
     target: torch.Tensor
+    """View into a parameter."""
     part: tuple[int, int] | None = None
+    """(dimension, start) of this rank's part of the full tensor. None: all of it."""
     loader: Callable[[torch.Tensor], None] | None = None
+    """Cuts out this rank's part and fills `target`. None: a plain copy."""
 
     def load(self, full: torch.Tensor) -> None:
-        """Copy this rank's piece. Raises ValueError on another shape."""
+        """Copy this rank's part.
+
+        Raises:
+            ValueError: `full` has another shape.
+        """
         if tuple(full.shape) != self.shape:
             raise ValueError(f"has shape {tuple(full.shape)}, expected {self.shape}")
         if self.loader is not None:
@@ -248,7 +284,7 @@ class CheckpointSlot:
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters (and its sub-modules') are parts of differently named or larger checkpoint tensors."""
+    """A module with parameters that are parts of differently named or larger checkpoint tensors."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         """Yield (checkpoint name, slot); `prefix` is this module's own name in the model."""
@@ -256,9 +292,10 @@ class ShardedModule(nn.Module):
 
 
 def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
-    """Return a slot for every checkpoint tensor `model` needs on this rank, by checkpoint name."""
+    """Return a slot for every checkpoint tensor that `model` needs on this rank, by checkpoint
+    name."""
     slots: dict[str, CheckpointSlot] = {}
-    spoken_for: str | None = None  # modules come with their children right behind
+    spoken_for: str | None = None  # the children of a module directly follow it
     for prefix, module in model.named_modules():
         if spoken_for is not None and prefix.startswith(spoken_for):
             continue
@@ -272,7 +309,7 @@ def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
 
 
 class ChannelWeight(ShardedModule):
-    """A weight per channel, of which each rank holds the part for its channels (the gain of a full-width norm)."""
+    """A weight per channel, sharded by channel (the gain of a norm over the full width)."""
 
     def __init__(self, dim: int, parallel: ParallelContext) -> None:
         super().__init__()
@@ -286,7 +323,11 @@ class ChannelWeight(ShardedModule):
 
 
 class StageNetwork(nn.Module):
-    """Base of a network of equal blocks. blocks: by number in the whole network. graphs: None = none are made."""
+    """Base of a network of equal blocks.
+
+    `blocks` maps the number in the whole network to a block. `graphs` is None if CUDA graphs are
+    disabled.
+    """
 
     parallel: ParallelContext
     blocks: nn.ModuleDict
@@ -296,11 +337,12 @@ class StageNetwork(nn.Module):
 
     @property
     def typed_weight(self) -> torch.Tensor:
-        """A parameter that is always in the network's type and on its device."""
+        """A parameter that always has the network's dtype and device."""
         raise NotImplementedError
 
     def empty_block(self, layer: int) -> nn.Module:
-        """Make an empty block, by its number in the whole network, in torch's default type and device."""
+        """Build an empty block by its number in the whole network, in torch's default dtype and
+        device."""
         raise NotImplementedError
 
     # -- of all --------------------------------------------------------------------------------------------------------
@@ -315,16 +357,17 @@ class StageNetwork(nn.Module):
 
     @property
     def rings(self) -> KeptMemory[Ring] | None:
-        """Where windows take their memory from; None = there are no graphs that knew it again."""
+        """The pool of K/V memory; None without CUDA graphs, because only they benefit from reused
+        memory."""
         return None if self.graphs is None else self.graphs.kept
 
     def forget(self) -> None:
-        """Drop everything derived from weights (they were loaded anew or moved)."""
+        """Invalidate everything derived from weights, because these were reloaded or moved."""
         if self.graphs is not None:
             self.graphs.forget()
 
     def move_layers(self, move: LayerMove) -> None:
-        """Hold the blocks that this stage has after `move`, with their weights (collective)."""
+        """Receive and send blocks so that this stage holds those it has after `move` (collective)."""
 
         def empty(layer: int) -> nn.Module:
             with torch.device(self.device):

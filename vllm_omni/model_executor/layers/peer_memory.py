@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeerMemory`: GPUs of one machine write into each other's memory, instead of sending through a collective.
+"""`PeerMemory`: GPUs of one machine write into each other's memory instead of calling a collective.
 
-torch's symmetric memory: every rank of a group has a buffer of the same size, mapped into all of them, and kernels meet
-on the device. Whoever has numbers for another rank writes them where that rank reads them, so nothing is packed, staged
-and unpacked, and all of it may lie in one CUDA graph. On two H200s an exchange of 10.8 MB takes 50 us, copies included,
-where NCCL's all-to-all alone takes 61 (docs/architecture/speed_log.md).
+This uses torch's symmetric memory: each rank of a group has a buffer of the same size, mapped into
+all ranks, and barriers run on the device. A rank writes data directly to where another rank reads
+it. Nothing is packed, staged or unpacked, and everything can be part of one CUDA graph. It is
+faster than NCCL's all-to-all even without the copies around it (docs/architecture/speed_log.md).
 
-Writes, then `meet`, then reads; and before anybody writes there again all must have read, which a `meet` between says.
-Held by tests/model_executor/layers/test_head_exchange.py.
+The protocol is: write, `meet`, read. All ranks must have read before a rank writes there again,
+which a second `meet` ensures.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 
 class PeerMemory:
-    """Named buffers of a group's ranks. Used on one stream; all methods are collective."""
+    """Named buffers of a group's ranks, for use on one CUDA stream. All methods are collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._handles: dict[str, Any] = {}
-        self._replaced: list[Any] = []  # by larger ones: CUDA graphs may write there still
+        # replaced by larger buffers, but CUDA graphs may still write to them
+        self._replaced: list[Any] = []
 
     @classmethod
     def of_group(cls, group: "GroupCoordinator") -> "PeerMemory | None":
-        """For one of vLLM's groups; None where its ranks can not write into each other's memory."""
+        """Return the memory of one of vLLM's groups, or None if its ranks cannot write into each
+        other's memory."""
         from vllm.distributed.parallel_state import in_the_same_node_as
 
         here = torch.cuda.current_device() if torch.cuda.is_available() and torch.version.cuda is not None else None
@@ -37,7 +39,8 @@ class PeerMemory:
         dist.all_gather_object(devices, here, group=group.cpu_group)
         same_machine = all(in_the_same_node_as(group.cpu_group))
         others = [device for device in devices if device is not None and device != here]
-        # Ranks that see one device each call them all 0, and torch then finds no way from one to another.
+        # Ranks that each see one device all number it 0, and torch then finds no peer access
+        # between them.
         named_apart = here is not None and len(others) == group.world_size - 1
         reaches = named_apart and all(torch.cuda.can_device_access_peer(here, device) for device in others)
         answers = [False] * group.world_size
@@ -45,7 +48,8 @@ class PeerMemory:
         return cls(group.device_group) if all(answers) else None
 
     def buffers(self, name: str, nbytes: int) -> list[torch.Tensor]:
-        """Each rank's buffer of this name, uint8 [nbytes]: the memory of the last call, unless that was too short."""
+        """Return each rank's buffer of this name, uint8 [nbytes]. It is reused from the last call
+        if large enough."""
         handle = self._handles.get(name)
         if handle is None or handle.buffer_size < nbytes:
             assert not torch.cuda.is_current_stream_capturing(), "a graph is of a forward that has run before"
@@ -61,6 +65,7 @@ class PeerMemory:
         return symmetric_memory.rendezvous(buffer, self._group.group_name)
 
     def meet(self) -> None:
-        """Let later kernels of this stream wait for the earlier ones of the others' streams."""
+        """Device barrier: later kernels of this stream wait for earlier kernels of the other ranks'
+        streams."""
         handle = next(iter(self._handles.values()))
         handle.barrier(channel=0)

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding over (frame, row, column), for video transformers of the Wan family.
 
-A head of size H has H/2 complex lanes, made of interleaved pairs (2i, 2i+1), split over the three axes. Lane j of an
-axis that owns n real dimensions turns by position * theta^(-2j/n). Angles are computed from absolute positions in
-fp64 and rounded once to fp32 cosines and sines, so there is no table and no largest frame index.
+A head of size H has H/2 complex channels, made of interleaved pairs (2i, 2i+1) and split over the
+three axes. Channel j of an axis with n real dimensions rotates by position * theta^(-2j/n). Angles
+are computed from absolute positions in fp64, and their cosines and sines are rounded once to fp32.
+There is no precomputed table, so frame indices are unbounded.
 """
 
-# L tokens of a chunk in (frame, row, column) order, N heads, H head dim, C = H/2 complex lanes
+# L tokens of a chunk in (frame, row, column) order, N heads, H head dim, C = H/2 complex channels
 
 import torch
 
 THETA = 10000.0
-"""Of every network of the family."""
+"""theta of all networks of the family."""
 
 
 def axis_dims(head_dim: int) -> tuple[int, int, int]:
-    """Return the real dimensions of one head given to (frame, row, column): 44/42/42 for a head of 128."""
+    """Return the real dimensions per head for (frame, row, column): 44/42/42 for a head of 128."""
     spatial = 2 * (head_dim // 6)
     return head_dim - 2 * spatial, spatial, spatial
 
 
 def temporal_frequencies(head_dim: int) -> torch.Tensor:
-    """Return the angle per frame of the temporal lanes, the first of a head: fp64 [lanes] on the CPU."""
+    """Return the angle per frame of the temporal channels, which come first in a head: fp64, on the
+    CPU."""
     return _frequencies(axis_dims(head_dim)[0], THETA)
 
 
@@ -42,7 +44,8 @@ def rope_tables(head_dim: int, frames: range, height: int, width: int) -> tuple[
     cos_lanes: list[torch.Tensor] = []
     sin_lanes: list[torch.Tensor] = []
     for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
-        cos, sin = axis_tables(range(start, start + size), dim, THETA)  # of the axis alone: far fewer than tokens have
+        # computed per axis, which has far fewer positions than there are tokens
+        cos, sin = axis_tables(range(start, start + size), dim, THETA)
         shape = [1, 1, 1, dim // 2]
         shape[axis] = size
         cos_lanes.append(cos.view(shape).expand(*sizes, dim // 2))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of linear layers that reach them in FP8: whoever makes them rounds them in the same pass over memory.
+"""FP8 inputs of linear layers: the op that produces an input also quantizes it, in the same pass
+over memory.
 
-vLLM's layers round their input themselves, a token at a time, before the product: one pass that reads 2 bytes a number
-and writes 1. Its kernels take rounded inputs (`QuantizedActivation`), yet on NVIDIA cards announce only those with one
-static scale; the product itself takes a scale of each token.
-Held by tests/model_executor/layers/test_rounded_input.py.
+vLLM's layers quantize their input per token in a separate pass before the product. Its kernels
+accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they advertise only those with
+one static scale. The product itself supports a scale per token.
 """
 
 # T tokens, D channels
@@ -21,14 +21,15 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
 
 LEAST_SCALE = 1 / (LARGEST * 512)
-"""vLLM's: of a token whose numbers are all nearly zero."""
+"""vLLM's lower bound of a scale, for tokens that are nearly zero."""
 Input = torch.Tensor | QuantizedActivation
-"""Of a linear layer: [..., D]."""
+"""Input of a linear layer, [..., D]."""
 
 
 def takes_rounded(layer: nn.Module) -> bool:
-    """Whether `layer` multiplies inputs in e4m3 with a scale of each token. One with an adapter does not: an adapter
-    reads the input, too.
+    """Return whether `layer` accepts e4m3 inputs with a scale per token.
+
+    A layer with a LoRA adapter does not, because the adapter needs the unquantized input.
     """
     kernel = _kernel(layer)
     if not isinstance(kernel, CutlassFP8ScaledMMLinearKernel) or envs.VLLM_BATCH_INVARIANT:
@@ -37,7 +38,8 @@ def takes_rounded(layer: nn.Module) -> bool:
 
 
 def product(layer: Any, x: QuantizedActivation, bias: torch.Tensor | None) -> torch.Tensor:
-    """The matrix product of a layer that `takes_rounded`, in the type that `x` was rounded from."""
+    """Return the matrix product of a layer that `takes_rounded`, in the dtype that `x` was
+    quantized from."""
     rows_TD, width = x.data.view(-1, x.data.shape[-1]), layer.weight.shape[1]
     result: torch.Tensor = _kernel(layer).apply_scaled_mm(
         A=rows_TD,
@@ -52,19 +54,26 @@ def product(layer: Any, x: QuantizedActivation, bias: torch.Tensor | None) -> to
 
 
 def rounded(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
-    """data: e4m3 [..., D]. scale: fp32 [..., 1], numbers of `data` times it are the input's. dtype: of the input."""
+    """Return a quantized activation.
+
+    Args:
+        data: e4m3 [..., D].
+        scale: fp32 [..., 1]; the input is `data` times `scale`.
+        dtype: Type of the input before quantization.
+    """
     return QuantizedActivation(data, scale, dtype, data.shape, kFp8DynamicTokenSym)
 
 
 def round_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
-    """Round [..., D] as vLLM's layers do: a token's largest number becomes e4m3's largest. dtype: see `rounded`."""
+    """Quantize [..., D] as vLLM's layers do: a token's largest value maps to e4m3's largest;
+    `dtype` as in `rounded`."""
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
     return rounded((x / scale).clamp_(-LARGEST, LARGEST).to(FP8), scale, dtype)
 
 
 def split_tokens(x: Input, count: int) -> list[Input]:
-    """Cut [T, D] into parts of `count` tokens, the last of the rest."""
+    """Split [T, D] into parts of `count` tokens; the last part may be shorter."""
     if isinstance(x, torch.Tensor):
         return list(x.split(count))
     parts = zip(x.data.split(count), x.scale.split(count), strict=True)

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SinkWindow`: a `KVWindow` for streams without end, whose sink frames move along and may be renewed.
+"""`SinkWindow`: a `KVWindow` for endless streams, with sink frames that move along and may be
+renewed.
 
-A stream that keeps its first frames for ever has two problems that its ring does not have. Their rotary distance grows
-without bound, although the network has only seen short ones; and one day they show something else than the stream.
+Permanent sink frames cause two problems in a long stream. Their rotary distance grows without
+bound, although the network was trained on short ones. And at some point they no longer resemble the
+stream.
 
-- Moving: sinks are shown to a chunk as if they stood just before the oldest frame in its window. Keys are stored
-  rotated for the frame they were made at, so the difference is one more rotation of the temporal lanes. While the
-  stream fits its window the difference is 0 and nothing changes.
-- Renewing: a frame that is about to leave the ring replaces, layer by layer, the sink that it resembles least, if the
-  similarity (mean over K and V of the cosine of token means) is below a threshold. Nothing is ever visible twice, sinks
-  that were never written are never compared, and no decision is read back by the host.
+- Moving: a chunk sees sink frames as if they were directly before the oldest frame in its window.
+  Keys are stored rotated for their original frame, so moving them is one more rotation of the
+  temporal channels. While the stream fits its window, the rotation is zero and nothing changes.
+- Renewing: a frame that is about to leave the ring buffer may replace, layer by layer, the sink
+  frame that it resembles least. It does so if the similarity (mean over K and V of the cosine of
+  token means) is below a threshold. No frame is ever visible twice, sink frames that were never
+  written are not compared, and the host reads back no decision.
 
-The sinks as made are kept apart (`sinks`); the buffer's sink slots are a copy that `open` places for one chunk, so an
-abandoned chunk leaves nothing behind. Renewals by chunks that are not committed yet are kept as a list and laid over
-that copy: a chunk in flight sees the renewals of the ones before it in flight, and a chunk that begins again drops its
-own and those of its followers. Held by tests/model_executor/layers/test_sink_window.py.
+The original sink frames are stored separately (`sinks`). The sink slots of the buffer are a copy
+that `open` computes for one chunk, so an abandoned chunk needs no cleanup. Renewals by uncommitted
+chunks are kept in a list and applied to that copy: a chunk in flight sees the renewals of its
+predecessors in flight. A chunk that restarts drops its own renewals and those of its successors.
 """
 
-# L layers, S sink frames, T tokens of a frame, N heads, H head dim, C temporal lanes
+# L layers, S sink frames, T tokens of a frame, N heads, H head dim, C temporal channels
 
 from typing import Any, Self
 
@@ -29,9 +32,13 @@ from vllm_omni.saved_tensors import SavedTensors
 
 
 class SinkWindow(KVWindow):
-    """See the module docstring. moving: sinks move along. refresh_threshold: below it sinks are renewed; None = never.
+    """A `KVWindow` with moving or renewed sink frames; see the module docstring.
 
-    The other arguments are `KVWindow`'s. Renewing needs chunks of one frame.
+    Args:
+        moving: Move sink frames along with the window.
+        refresh_threshold: Renew a sink frame below this similarity. Requires chunks of one frame.
+            None: never.
+        window: Arguments of `KVWindow`.
     """
 
     def __init__(self, *, moving: bool, refresh_threshold: float | None = None, **window: Any) -> None:
@@ -43,21 +50,23 @@ class SinkWindow(KVWindow):
         self.sinks = self.buffer.new_zeros(layers, kv, kept, heads, head_dim)
         frames = torch.arange(self.sink_frames, device=self.buffer.device)
         self.sink_at = frames.expand(layers, -1).contiguous()
-        """[L, S]: the frame that each sink was made at."""
+        """[L, S]: the original frame of each sink."""
         self._frequencies = temporal_frequencies(head_dim).to(self.buffer.device)
         self._placed = False
-        """Whether the buffer's sinks are other than as made."""
+        """Whether the sink slots of the buffer differ from the original sink frames."""
         self._renewals: tuple[tuple[int, torch.Tensor], ...] = ()
-        """(end_frame, [L, S] which sinks are renewed), of chunks that are not committed; a frame decides once."""
+        """(end_frame, [L, S] sinks to renew) of uncommitted chunks. There is one decision per
+        frame."""
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.sinks.nbytes
 
     def open(self, frames: range) -> None:
-        """Place the sinks for chunk `frames`; once a chunk, before its first forward. Does nothing without sinks."""
+        """Write the sink slots for chunk `frames`. Call once per chunk before its first forward
+        pass; no-op without sinks."""
         if frames.start < self.sink_frames:
-            if self._placed:  # by a chunk behind this one, which begins again
+            if self._placed:  # by a later chunk; this one restarts
                 own = slice(0, frames.start * self.tokens_per_frame)
                 self.buffer[:, :, own].copy_(self.sinks[:, :, own])
                 self._placed = False
@@ -81,7 +90,7 @@ class SinkWindow(KVWindow):
             self._turn_sinks(targets - sink_at)
 
     def _turn_sinks(self, distances_LS: torch.Tensor) -> None:
-        """Rotate the buffer's sink keys by `distances_LS` frames, layer by layer."""
+        """Rotate the sink keys in the buffer by `distances_LS` frames, layer by layer."""
         lanes = 2 * len(self._frequencies)
         angles_LSC = distances_LS.double().unsqueeze(-1) * self._frequencies
         cos_LSC, sin_LSC = angles_LSC.cos().float(), angles_LSC.sin().float()
@@ -93,10 +102,11 @@ class SinkWindow(KVWindow):
             turned.copy_(self.format.rounded(placed))
 
     def resemblance(self, end_frame: int) -> torch.Tensor | None:
-        """Return sums [L, S, 2, 3] (dot product and both squares, of K and V) of this rank's heads, or None.
+        """Return sums [L, S, 2, 3] (dot product and both squares, of K and V) over this rank's
+        heads, or None.
 
-        They compare the frame that leaves after a chunk that ends at `end_frame` with every sink. Ranks that share
-        the heads add theirs up before `decide`.
+        They compare every sink frame with the frame that leaves after a chunk that ends at
+        `end_frame`. Ranks that shard the heads add up their sums before `decide`.
         """
         leaving = end_frame - self.ring_frames
         if self.refresh_threshold is None or leaving < self.sink_frames:
@@ -111,14 +121,15 @@ class SinkWindow(KVWindow):
         return torch.stack([values.sum(-1) for values in sums], dim=-1).transpose(1, 2)
 
     def _token_means(self, stored: torch.Tensor) -> torch.Tensor:
-        """Mean of each frame's tokens: stored [L, 2, S, T, N, H] -> fp32 [L, 2, S, N * H]."""
+        """Return the mean of each frame's tokens: stored [L, 2, S, T, N, H] -> fp32 [L, 2, S, N *
+        H]."""
         mean_LKSNH, scales_LKN = stored.float().mean(3), self.format.scales()
         if scales_LKN is not None:
             mean_LKSNH = mean_LKSNH * scales_LKN[:, :, None, :, None]
         return mean_LKSNH.flatten(3)
 
     def decide(self, end_frame: int, sums_LSK3: torch.Tensor) -> None:
-        """Take the full sums of `resemblance`; `commit(end_frame)` will renew accordingly."""
+        """Decide from the full sums of `resemblance` which sink frames `commit(end_frame)` renews."""
         assert self.refresh_threshold is not None
         dot, ours, theirs = sums_LSK3.unbind(-1)
         similarity_LS = (dot * torch.rsqrt((ours * theirs).clamp_min(1e-30))).mean(-1)
@@ -137,7 +148,7 @@ class SinkWindow(KVWindow):
         super().commit(end_frame)
 
     def keep_sinks(self, frames: range) -> None:
-        """Keep those of `frames` that are sinks as they stand in the buffer now."""
+        """Store the sink frames among `frames` as the buffer holds them now."""
         part = slice(frames.start * self.tokens_per_frame, min(frames.stop, self.sink_frames) * self.tokens_per_frame)
         self.sinks[:, :, part].copy_(self.buffer[:, :, part])
 
@@ -146,12 +157,13 @@ class SinkWindow(KVWindow):
         self.sink_at = torch.where(renewed_LS, frame, self.sink_at)
 
     def _put(self, target: torch.Tensor, frame: int, renewed_LS: torch.Tensor) -> None:
-        """Write K and V of a ring frame over the renewed ones of the sinks `target`, [L, 2, S * T, N, H]."""
+        """Overwrite the renewed sink frames of `target` [L, 2, S * T, N, H] with K and V of a frame
+        in the ring buffer."""
         sinks = target.unflatten(2, (self.sink_frames, -1))  # a view [L, 2, S, T, N, H]
         sinks.copy_(torch.where(renewed_LS[:, None, :, None, None, None], self._frame(frame).unsqueeze(2), sinks))
 
     def _frame(self, frame: int) -> torch.Tensor:
-        """Return K and V of one frame in the ring, [L, 2, T, N, H]."""
+        """Return K and V of one frame in the ring buffer, [L, 2, T, N, H]."""
         start = self.slot(frame) * self.tokens_per_frame
         return self.buffer[:, :, start : start + self.tokens_per_frame]
 
@@ -167,7 +179,8 @@ class SinkWindow(KVWindow):
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
         super().restore(saved, committed_frames, next_frames)
         saved.read()
-        self.buffer[:, :, : self.sinks.shape[2]].copy_(self.sinks)  # where `open` has nothing to do, it is read there
+        # if `open` does nothing, sinks are read here
+        self.buffer[:, :, : self.sinks.shape[2]].copy_(self.sinks)
 
     def fork(self) -> Self:
         other = super().fork()
@@ -179,7 +192,7 @@ class SinkWindow(KVWindow):
         super().to(device)
         self.sinks, self.sink_at = self.sinks.to(device), self.sink_at.to(device)
         self._frequencies = self._frequencies.to(device)
-        # Between chunks: one in flight would not survive this either.
+        # Called between chunks, because a chunk in flight would not survive the move.
         self._renewals = ()
 
     def close(self) -> None:
@@ -198,6 +211,6 @@ def sink_window_extra_nbytes(
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes a `SinkWindow` holds beyond a `KVWindow` of the same sizes."""
+    """Return the bytes that a `SinkWindow` holds in addition to a `KVWindow` of the same sizes."""
     itemsize = (storage or dtype).itemsize
     return 2 * num_layers * sink_frames * tokens_per_frame * num_heads * head_dim * itemsize

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StoredQuantization`: which layers take the format that a checkpoint is stored in; the others stay plain.
-
-Held by tests/model_executor/test_checkpoint_quantization.py.
-"""
+"""`StoredQuantization`: apply a checkpoint's quantization only to the layers that are stored
+quantized."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,9 +17,12 @@ from vllm_omni.model_executor.layers.linear import PlainLinearMethod
 
 
 class StoredQuantization(QuantizationConfig):
-    """vLLM's config of a checkpoint's format, for the layers whose tensors are in it.
+    """vLLM's quantization config of a checkpoint, restricted to the layers that use it.
 
-    layers: their names; of a merged layer, those of its parts. None = every layer that may be quantized.
+    Args:
+        config: vLLM's config of the format.
+        layers: Names of the quantized layers; for a merged layer, the names of its parts. None: all
+            layers that support quantization.
     """
 
     def __init__(self, config: QuantizationConfig, layers: Collection[str] | None) -> None:
@@ -30,7 +31,11 @@ class StoredQuantization(QuantizationConfig):
         self.layers = None if layers is None else frozenset(layers)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Raises ValueError if a merged layer is quantized in part."""
+        """Return the method for `layer`, or None if it is not quantized.
+
+        Raises:
+            ValueError: Only a part of a merged layer is quantized.
+        """
         if self.layers is not None:
             names = stored_names(layer, prefix)
             quantized = [name for name in names if name in self.layers]
@@ -60,6 +65,6 @@ class StoredQuantization(QuantizationConfig):
 
 
 def stored_names(layer: nn.Module, prefix: str) -> Sequence[str]:
-    """The checkpoint's names of the layers that `layer` computes as one."""
+    """Return the checkpoint's names of the layers that `layer` merges."""
     parts = getattr(layer, "names", None)
     return [prefix] if parts is None else [f"{prefix.rpartition('.')[0]}.{part}" for part in parts]

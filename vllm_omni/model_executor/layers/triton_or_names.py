@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`triton` and `tl` for files of kernels: Triton itself, or vLLM's placeholders where it is not installed.
+"""`triton` and `tl` for kernel files: Triton itself, or vLLM's placeholders if it is not installed.
 
-With placeholders such a file can be imported, its kernels cannot be called. vLLM's own `vllm.triton_utils` has
-placeholders wherever no GPU is found, also for Triton's interpreter, by which kernels are tested on a CPU.
+With placeholders, a kernel file can be imported but its kernels cannot be called. Why not
+`vllm.triton_utils`: it uses placeholders whenever there is no GPU, which also disables Triton's
+interpreter, and the kernel tests run in that interpreter on CPUs.
 """
 
 from importlib.util import find_spec

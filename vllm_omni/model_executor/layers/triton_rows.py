@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Parts of Triton kernels whose programs hold a token's row each; needs Triton.
-
-Held by the tests of the kernels that call them: tests/model_executor/models/wan/test_chain_kernels.py,
-tests/model_executor/models/lance/test_lance_kernels.py.
-"""
+"""Shared parts of Triton kernels with one program per token; requires Triton."""
 
 from vllm_omni.model_executor.layers.fp8_kernels import LARGEST
 from vllm_omni.model_executor.layers.rounded_input import LEAST_SCALE
@@ -15,9 +11,10 @@ _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 
 @triton.jit
 def over_largest(value, token_scale):
-    """Write the scale that makes the largest number e4m3's largest; return the numbers divided by it.
+    """Write the scale that maps the token's largest value to e4m3's largest, and return the values
+    divided by it.
 
-    One division a token: with one of each number the kernels took nearly twice as long.
+    There is one division per token; with one per value, the kernels took nearly twice as long.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)
     tl.store(token_scale, scale)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WindowSet`: several `KVWindow`s of one stream, kept, saved, copied and moved together.
-
-Held by tests/model_executor/models/causal_wan/test_cache.py and
-tests/model_executor/models/lingbot_world/test_lingbot_pretrain.py.
-"""
+"""`WindowSet`: several `KVWindow`s of one stream, committed, saved, copied and moved together."""
 
 import copy
 from collections.abc import Mapping
@@ -16,7 +12,12 @@ from vllm_omni.saved_tensors import SavedTensors
 
 
 class WindowSet:
-    """by_name: a window's name is the prefix of its tensors' names; the last one's length is the stream's."""
+    """Windows of one stream.
+
+    Args:
+        by_name: Windows by the prefix of their tensors' names. The last window defines the
+            committed frames of the stream.
+    """
 
     def __init__(self, by_name: Mapping[str, KVWindow]) -> None:
         self.by_name = dict(by_name)
@@ -27,7 +28,7 @@ class WindowSet:
 
     @property
     def clean(self) -> KVWindow:
-        """The window whose length and sinks are the stream's."""
+        """The window that defines the length and the sink frames of the stream."""
         return self.windows[-1]
 
     @property
@@ -43,7 +44,7 @@ class WindowSet:
         return self.clean.committed_frames
 
     def check_fits(self, frames: range) -> None:
-        """Raise `RequestFailed` if chunk `frames` can not be served."""
+        """Raise `RequestFailed` if a chunk of `frames` cannot be served."""
         self.clean.check_fits(frames)
 
     def commit(self, end_frame: int) -> None:
@@ -52,7 +53,7 @@ class WindowSet:
             window.commit(end_frame)
 
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
-        """Return every tensor that a next chunk of `next_frames` can see, by stable name."""
+        """Return every tensor that a next chunk of `next_frames` can see, by a stable name."""
         return {
             f"{prefix}{name}": tensor
             for prefix, window in self.by_name.items()
@@ -60,17 +61,21 @@ class WindowSet:
         }
 
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        """Fill new windows with the tensors named by `tensors(next_frames)` of others. Raises `RequestFailed`."""
+        """Fill new windows with the tensors of another set's `tensors(next_frames)`.
+
+        Raises:
+            RequestFailed: The tensors do not fit.
+        """
         for prefix, window in self.by_name.items():
             window.restore(saved.under(prefix), committed_frames, next_frames)
 
     @property
     def places(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that forwards read and write in place."""
+        """Return the tensors that forward passes read and write in place."""
         return tuple(place for window in self.windows for place in window.places)
 
     def __copy__(self) -> Self:
-        """Hold the same memory, also when this one has given it back."""
+        """Return a set that refers to the same memory, even after this one is closed."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.by_name = {prefix: copy.copy(window) for prefix, window in self.by_name.items()}

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters the current forward uses. One for a process: its forwards run one after the other, on one thread.
+"""The adapters of the current forward pass. Global to the process, because forward passes run one
+after another on one thread.
 
-Set by `AdapterStore.applied`; read by the sites, and by whatever keeps a result that depends on weights.
+`AdapterStore.applied` sets them. The LoRA sites read them, and so does every cache of a result that
+depends on weights.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,31 +13,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """slot: where it lies. layout: equal for adapters that change the same modules at the same ranks, so that one takes
-    exactly the memory of the other in a slot. version: of its weights, the same wherever they lie. scale: its strength.
-    """
+    """One adapter of the current forward pass."""
 
     slot: int
+    """Index of its slot."""
     layout: int
+    """Equal for adapters that change the same modules with the same ranks, and so occupy the
+    same memory of a slot."""
     version: int
+    """Identifies the weights, independent of the slot."""
     scale: float
+    """Strength."""
 
 
 _active: tuple[ActiveAdapter, ...] = ()
 
 
 def active_adapters() -> tuple[ActiveAdapter, ...]:
-    """The adapters of the current forward; () = the model as its checkpoint has it."""
+    """Return the adapters of the current forward pass; () for the checkpoint's weights alone."""
     return _active
 
 
 def weights_key() -> Hashable:
-    """Equal for two forwards exactly if their weights are."""
+    """Return a key that is equal for two forward passes exactly if their weights are equal."""
     return tuple((adapter.version, adapter.scale) for adapter in _active)
 
 
 def addresses_key() -> Hashable:
-    """Equal for two forwards exactly if they read the same memory: weights and strengths are numbers on the device."""
+    """Return a key that is equal for two forward passes exactly if they read the same memory.
+
+    Weights and strengths may differ, because they are values on the device.
+    """
     return tuple((adapter.slot, adapter.layout) for adapter in _active)
 
 

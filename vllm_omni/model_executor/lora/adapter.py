@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_adapter`: an adapter's files, checked against a model's networks, as the differences that this rank needs.
+"""`load_adapter`: read an adapter's files, validate them against a model, and return the deltas
+that this rank needs.
 
-Every name, rank and shape is checked, on every rank alike, before any data is read. Modules that do not fit the model
-are skipped and listed, because adapters are shared between models: those of Wan 2.1 I2V have layers for the start image
-that Wan 2.2 lacks, and others bring a text encoder's. A file of which nothing fits is refused, and so is one that is
-broken in itself. Held by
-tests/model_executor/lora/test_adapter_files.py.
+Every rank validates every name, LoRA rank and shape before it reads data. Modules that do not fit
+the model are skipped and listed, because adapters are shared between models: those of Wan 2.1 I2V
+have layers for the start image that Wan 2.2 lacks, and others include a text encoder's. A file is
+refused if nothing in it fits, or if it is malformed.
 """
 
 # r rank, I inputs, O outputs of a module
@@ -38,14 +38,14 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True)
 class LowRank:
-    """One module's difference: up @ down, and a bias's. down: [r, I]; up: [O, r], with the adapter's alpha in it.
-
-    None = no difference of a matrix, or of the bias.
-    """
+    """The delta of one module: `up @ down` for the weight, and one for the bias."""
 
     down: torch.Tensor | None = None
+    """[r, I]. None: the weight does not change."""
     up: torch.Tensor | None = None
+    """[O, r], already multiplied by the adapter's alpha. None: the weight does not change."""
     bias: torch.Tensor | None = None
+    """[O]. None: the bias does not change."""
 
     @property
     def rank(self) -> int:
@@ -58,19 +58,20 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Whole tensors on the host, of the modules that this rank has a part of.
-
-    digest: `UsedLora.digest`. skipped: stored names of tensors that do not fit the model.
-    """
+    """Full tensors in host memory, for the modules that this rank holds a part of."""
 
     matrices: Mapping[Place, LowRank]
+    """Deltas of linear layers."""
     vectors: Mapping[Place, torch.Tensor]
+    """Deltas of gains, norm biases and modulation, fp32."""
     digest: str
+    """See `UsedLora.digest`."""
     skipped: tuple[str, ...] = ()
+    """Stored names of tensors that do not fit the model."""
 
     @cached_property
     def layout(self) -> Hashable:
-        """Equal for adapters whose tensors have the same places and shapes."""
+        """Return a key that is equal for adapters with the same modules and shapes."""
         matrices = ((place, one.rank, one.bias is None) for place, one in self.matrices.items())
         return frozenset(matrices), frozenset(self.vectors)
 
@@ -78,9 +79,18 @@ class AdapterWeights:
 def load_adapter(
     path: str, targets: Mapping[str, AdapterTarget], max_rank: int, dtype: torch.dtype, own: "OwnPlaces"
 ) -> AdapterWeights:
-    """Read the adapter at `path`. own: the modules and tensors that this rank has a part of; others are only checked.
+    """Read the adapter at `path`.
 
-    Raises AdapterError or ValueError of one line.
+    Args:
+        path: File or directory.
+        targets: Networks of the model, by name.
+        max_rank: Maximum LoRA rank.
+        dtype: Type of the weights.
+        own: Modules and tensors that this rank holds a part of. Others are validated only.
+
+    Raises:
+        AdapterError: The adapter does not fit the model; one line.
+        ValueError: A file cannot be read; one line.
     """
     matrices: dict[Place, LowRank] = {}
     vectors: dict[Place, torch.Tensor] = {}
@@ -122,9 +132,15 @@ class OwnPlaces:
 def _read(
     file: AdapterFile, wanted: Collection[str], beside: Executor
 ) -> tuple[dict[str, torch.Tensor], dict[str, "Future[_Checked]"]]:
-    """Read a file whole, so that every rank has the same digest and finds the same faults.
+    """Read a complete file, so that every rank computes the same digest and finds the same errors.
 
-    Returns the tensors in `wanted`, and the digests of all, which `beside` makes, in the order of the file.
+    Args:
+        file: The file.
+        wanted: Stored names of the tensors to return.
+        beside: Computes the digests concurrently.
+
+    Returns:
+        The tensors in `wanted`, and the digests of all tensors in the order of the file.
     """
     data, digests = {}, {}
     for name, tensor in file.source.read(sorted(file.source.shapes)):
@@ -147,7 +163,7 @@ def _checked(name: str, tensor: torch.Tensor) -> _Checked:
 
 
 def _settings(file: AdapterFile, contents: Contents) -> bytes:
-    """What a file says of its tensors' strengths."""
+    """Return the strengths that a file specifies, as bytes for its digest."""
     modules = {keys.settings_name for keys in contents.matrices.values()}
     strengths = [] if file.scaling is None else [(name, file.scaling(name)) for name in sorted(modules)]
     return repr((file.network, strengths)).encode()
@@ -177,19 +193,19 @@ def _difference(file: AdapterFile, keys: MatrixKeys, data: Mapping[str, torch.Te
 
 
 def _kept(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """The parts side by side, in memory of their own: what was read may still lie in the file."""
+    """Concatenate the parts in newly allocated memory, because the parts may be views of the file."""
     if len(parts) > 1:
         return torch.cat([part.float() for part in parts], dim=dim).to(dtype)
     return parts[0].to(dtype, copy=True).contiguous() if parts else None
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """One pass over memory: a sum has NaN or Inf if any of its numbers is, and rarely else."""
+    """Check with one pass over memory: a sum is NaN or Inf if any element is, and rarely otherwise."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor.float()).all())
 
 
 def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole difference as (down, up) of the smaller side's rank, exactly."""
+    """Factor a full delta exactly as (down, up), with the rank of its smaller side."""
     outputs, inputs = whole_OI.shape
     if outputs <= inputs:
         return whole_OI, torch.eye(outputs)
@@ -197,9 +213,12 @@ def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterTarget], max_rank: int) -> list[str]:
-    """Take modules with the shapes of another model out of `contents`; return their stored names.
+    """Remove modules with the shapes of another model from `contents` and return their stored
+    names.
 
-    Raises AdapterError with counts and three examples of each kind for a file that is broken, or of which nothing fits.
+    Raises:
+        AdapterError: The file is malformed or nothing in it fits. The message has counts and three
+            examples of each kind.
     """
     shapes = file.source.shapes
     if not shapes:
@@ -233,14 +252,15 @@ def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterT
         raise AdapterError(f"{file.source.where} does not fit this model: {listed}")
     if file.scaling is not None:
         for keys in contents.matrices.values():
-            file.scaling(keys.settings_name)  # raises for a strength that is no finite number
+            file.scaling(keys.settings_name)  # raises if a strength is not a finite number
     return skipped
 
 
 def _take_misfits(
     contents: Contents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
 ) -> tuple[list[str], list[str]]:
-    """Remove everything that has the shape of another model; return (a line for each, the stored names)."""
+    """Remove everything with the shape of another model; return (a line for each, the stored
+    names)."""
     lines: list[str] = []
     names: list[str] = []
     for (network, module), keys in list(contents.matrices.items()):
@@ -259,7 +279,8 @@ def _take_misfits(
 
 
 def _misfit(names: Mapping[Kind, str], shapes: Mapping[str, Shape], expected: tuple[int, int]) -> str | None:
-    """One line if a module's difference has other inputs or outputs than the model's module."""
+    """Return one line if the delta of a module has other inputs or outputs than the model's module,
+    else None."""
     outputs, inputs = expected
     if "down" in names and _flat(down := shapes[names["down"]])[1:] != (inputs,):
         return f"{names['down']} {tuple(down)} instead of {(*down[:1], inputs)}"
@@ -273,7 +294,7 @@ def _misfit(names: Mapping[Kind, str], shapes: Mapping[str, Shape], expected: tu
 
 
 def _check_matrix(keys: MatrixKeys, shapes: Mapping[str, Shape], halves: list[str], misshapen: list[str]) -> int:
-    """Note the faults of a module's difference in itself; return its rank."""
+    """Append the inconsistencies of one module's delta to the lists; return its rank."""
     names, rank = keys.names, 0
     if "down" in names and "up" in names:
         up, rank = shapes[names["up"]], shapes[names["down"]][0]
@@ -289,7 +310,7 @@ def _check_matrix(keys: MatrixKeys, shapes: Mapping[str, Shape], halves: list[st
 
 
 def _flat(shape: Shape) -> tuple[int, ...]:
-    """A matrix's shape, all behind the first dimension taken together."""
+    """Return the shape of a matrix with all dimensions after the first flattened."""
     inputs = 1
     for size in shape[1:]:
         inputs *= size

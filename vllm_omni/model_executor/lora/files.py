@@ -32,7 +32,8 @@ Kind = Literal["down", "up", "alpha", "bias", "diff"]
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_SETTINGS = "lora_adapter_metadata"
-"""Where diffusers keeps PEFT's settings in a file's metadata, each name behind its network's."""
+"""Metadata key under which diffusers stores PEFT's settings. Each module name is prefixed with its
+network."""
 _KOHYA = "lora_unet_"
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "pipe.dit.", "dit.")
 _KINDS: tuple[tuple[str, Kind], ...] = (
@@ -42,51 +43,62 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
     (r"\.alpha\Z", "alpha"),
     (r"\.diff(?:_m)?\Z", "diff"),
 )
-"""Ends of names. PEFT puts an adapter's own name before `.weight` in some versions."""
+"""Suffixes of tensor names. Some versions of PEFT put the adapter's name before `.weight`."""
 
 
 class AdapterError(ValueError):
-    """An adapter does not fit: one line with the kinds in its files, the kinds the model takes, and three examples."""
+    """An adapter does not fit. The message is one line: the kinds in its files, the kinds the model
+    takes, three examples."""
 
 
 @dataclass
 class MatrixKeys:
-    """The stored names of one module's difference. settings_name: the module's name as PEFT's settings know it."""
+    """The stored names of one module's delta."""
 
     settings_name: str
+    """Name of the module in PEFT's settings."""
     names: dict[Kind, str] = field(default_factory=dict)
+    """Stored tensor names, by kind."""
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """One file. network: the one it is for, None = names say so.
-
-    scaling: PEFT's strength of a module, by its stored name; None = the tensors say so.
-    """
+    """One file of an adapter."""
 
     source: TensorSource
+    """The open file."""
     network: str | None
+    """The network that the file is for. None: the tensor names say so."""
     scaling: Callable[[str], float] | None
+    """Returns PEFT's strength of a module by its stored name. None: the strength is stored in
+    tensors."""
 
 
 @dataclass
 class Contents:
-    """A file's names, read. matrices: (network, module) -> names; vectors: (network, tensor) -> name.
-
-    strange: names of modules or networks that the model lacks, or that no adapter may change. unread: names of kinds
-    that are not LoRA's, of modules that the model has.
-    """
+    """The parsed tensor names of a file."""
 
     matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
+    """(network, module) -> stored names of a linear layer's delta."""
     vectors: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(network, tensor) -> stored name of the delta of a gain, norm bias or modulation."""
     strange: list[str] = field(default_factory=list)
+    """Stored names of modules or networks that the model lacks, or that adapters may not change."""
     unread: list[str] = field(default_factory=list)
+    """Stored names with an unsupported suffix, of modules that the model has."""
 
 
 def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[AdapterFile]:
-    """Open an adapter: a file, a directory with one, or with one for each network. Reads no data.
+    """Open an adapter without reading data: a file, a directory with one file, or with one file per
+    network.
 
-    path: of vLLM's `--lora-modules`. Raises AdapterError or ValueError, with one line.
+    Args:
+        path: Path from vLLM's `--lora-modules`.
+        targets: Networks of the model, by name.
+
+    Raises:
+        AdapterError: There is no such adapter; one line.
+        ValueError: A file cannot be read; one line.
     """
     where = Path(get_adapter_absolute_path(path))
     if not where.exists():
@@ -105,12 +117,12 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
 
 
 def _opened(file: Path) -> UnmappedSource:
-    """Adapters are read while the server runs, when somebody may be writing a new version over one."""
+    """Open a file without mapping it, because a new version may overwrite it while the server runs."""
     return UnmappedSource.open(confined(file.parent, file.name))
 
 
 def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Contents:
-    """Sort a file's names by network, module and kind. Raises nothing: the caller names misfits."""
+    """Group the names of a file by network, module and kind. Misfits are recorded, not raised."""
     contents = Contents()
     kohya = {name: _flat_names(target) for name, target in targets.items()}
     for stored in file.source.shapes:
@@ -135,7 +147,7 @@ def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Conte
 def _place(
     contents: Contents, network: str, target: AdapterTarget, key: tuple[str, str, Kind], *, modulation: bool
 ) -> bool:
-    """Put one name where it belongs; False if the network has no such module."""
+    """Record one name; return False if the network has no such module."""
     stored, named, kind = key
     module = target.module_named(named)
     if modulation:
@@ -153,7 +165,7 @@ def _place(
 
 
 def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str]) -> bool:
-    """Whether a name begins with a module that an adapter may change."""
+    """Return whether a name starts with a module that an adapter may change."""
     parts = name.split(".")
     modules = [".".join(parts[:count]) for count in range(1, len(parts))]
     return parts[0].removeprefix(_KOHYA) in flat_names or any(
@@ -162,7 +174,8 @@ def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str])
 
 
 def _networks(stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]) -> tuple[str, list[str]]:
-    """Take the prefixes off a name; returns (the rest, the networks it is for: all, unless something names one)."""
+    """Strip the prefixes of a name; return the rest and its networks (all networks if nothing names
+    one)."""
     name, networks = stored, list(targets) if marked is None else [marked]
     while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
@@ -173,12 +186,13 @@ def _networks(stored: str, marked: str | None, targets: Mapping[str, AdapterTarg
 
 
 def _flat_names(target: AdapterTarget) -> dict[str, str]:
-    """kohya writes a module's name with underscores, which do not tell where the dots were."""
+    """Return kohya's names of the modules, which use underscores and so do not show where the dots
+    were."""
     return {module.replace(".", "_"): module for module in target.matrices()}
 
 
 def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
-    """The file of a directory, or the files of its networks."""
+    """Return the file in a directory, or the files of its networks."""
     if (folder / _DIFFUSERS_WEIGHTS).is_file():
         return [folder / _DIFFUSERS_WEIGHTS]
     files = sorted(folder.glob("*.safetensors"))
@@ -190,13 +204,13 @@ def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
 
 
 def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | None:
-    """The network that a file's name is for, of several."""
+    """Return the network that the file name denotes, if the model has several."""
     name = file.name.lower()
     return next((network for network, one in targets.items() if one.file_mark and re.search(one.file_mark, name)), None)
 
 
 def _stored_scaling(file: UnmappedSource, targets: Mapping[str, AdapterTarget]) -> Callable[[str], float] | None:
-    """PEFT's settings that diffusers has kept in a file's metadata; None = there are none."""
+    """Return the strengths in PEFT's settings that diffusers stores in a file's metadata, or None."""
     text = file.metadata.get(_DIFFUSERS_SETTINGS)
     if text is None:
         return None
@@ -211,9 +225,9 @@ def _stored_scaling(file: UnmappedSource, targets: Mapping[str, AdapterTarget]) 
 def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
     try:
         helper = PEFTHelper.from_dict({**settings, "target_modules": settings.get("target_modules") or []})
-    except Exception as error:  # vLLM's reader raises whatever foreign settings make it raise
+    except Exception as error:  # vLLM's reader raises arbitrary errors on malformed settings
         raise AdapterError(f"{where}: its settings cannot be read ({error})") from error
-    # Of `validate_legal`, the part that is not about the rank, which tensors tell.
+    # The part of `validate_legal` that does not concern the rank, which the tensors determine.
     if problems := helper._validate_features():
         raise AdapterError(f"{where}: {' '.join(problems)}")
     return helper
@@ -223,7 +237,8 @@ def _scaling(helper: PEFTHelper, where: str) -> Callable[[str], float]:
     def scaling(module: str) -> float:
         try:
             found = float(helper.get_rank_and_scaling(module)[1])
-        except Exception as error:  # as above: patterns are regular expressions of the file, numbers are anything
+        # as above: patterns are regular expressions from the file, and numbers may be anything
+        except Exception as error:
             raise AdapterError(f"{where}: its settings of {module} cannot be read ({error})") from error
         if not math.isfinite(found):
             raise AdapterError(f"{where}: the strength of {module} (lora_alpha over r) is {found}, not a finite number")

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Sites`: the places of a network on this rank where adapters act, and their arithmetic.
+"""`Sites`: the modules of a network on this rank that adapters change, and the arithmetic.
 
-A linear layer adds `scale * up(down(x))` to its result: vLLM's layers behind their quantization method, before sums
-over ranks, so that it works the same with quantized weights; others behind their `forward`. Gains, biases of norms and
-modulation are few: they are overwritten in place (`Vectors`), and given back bit for bit. Without an adapter a layer
-computes exactly the same as without sites.
+A linear layer adds `scale * up(down(x))` to its result. vLLM's layers do so after their
+quantization method and before an all-reduce, so that it also works with quantized weights; other
+layers after their `forward`. Gains, norm biases and modulation are few, so they are overwritten in
+place (`Vectors`) and restored bitwise. Without an active adapter, a layer computes exactly what it
+computes without sites.
 
-All memory is taken once: every layer has room for `slots` adapters of rank `max_rank`, so an adapter comes and goes
-without new addresses.
-Why not vLLM's LoRA layers: they apply one adapter per request to a language model's layers, and no
-strengths, several adapters at once, gains or modulation.
-Held by tests/model_executor/lora/test_adapter_sites.py.
+All memory is allocated once: every layer has slots for `slots` adapters of rank `max_rank`, so
+loading an adapter does not change addresses.
 """
 
 # T tokens, I inputs and O outputs of a layer on this rank, R max_rank, r an adapter's rank, S slots
@@ -34,39 +32,41 @@ from vllm_omni.model_executor.lora.target import AdapterTarget
 
 @runtime_checkable
 class NamesLinears(Protocol):
-    """A module whose linear layers have other names in the checkpoint than its own structure tells."""
+    """A module with linear layers that have other names in the checkpoint than in the module tree."""
 
     def linears(self, prefix: str) -> Sequence[tuple[LinearBase, Sequence[str]]]:
-        """Each linear layer with the checkpoint's names of the layers in it; `prefix` is this module's own name."""
+        """Return each linear layer with the checkpoint's names of its parts; `prefix` is this
+        module's name."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the checkpoint's layers in a site. rows, columns: its outputs and inputs that this rank has.
-
-    adds_bias: of the ranks whose results are summed, one adds the bias.
-    """
+    """One checkpoint layer in a site."""
 
     name: str
+    """Name in the checkpoint."""
     rows: range
+    """Outputs that this rank holds."""
     columns: range
+    """Inputs that this rank holds."""
     adds_bias: bool = True
+    """Whether this rank adds the bias. One of the ranks in an all-reduce does."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """An adapter in a slot of one site, as views of the site's memory. down: [sum of r, I], of all parts.
-
-    ups: (outputs of the site, columns of down's result, up [O of the part, r]). bias: [O].
-    """
+    """An adapter in a slot of one site, as views of the site's memory."""
 
     down: torch.Tensor | None
+    """[sum of r over all parts, I]."""
     ups: tuple[tuple[slice, slice, torch.Tensor], ...]
+    """(outputs of the site, columns of the result of `down`, up [O of the part, r]) per part."""
     bias: torch.Tensor | None
+    """[O]."""
 
 
 class Site:
-    """One layer's slots. scales: [slots] fp32 on the device, shared by all sites."""
+    """The slots of one layer. `scales`, [slots] fp32 on the device, is shared by all sites."""
 
     def __init__(
         self, parts: Sequence[Part], slots: int, max_rank: int, dtype: torch.dtype, scales: torch.Tensor
@@ -85,7 +85,7 @@ class Site:
         return sum(tensor.nbytes for tensor in (self._down, *self._ups, self._bias))
 
     def fill(self, slot: int, differences: Sequence[LowRank | None]) -> None:
-        """Put an adapter's differences of the parts, None = it has none, into a slot."""
+        """Copy an adapter's deltas, one per part (None: unchanged), into a slot."""
         self._held[slot] = None
         if not any(differences):
             return
@@ -112,7 +112,7 @@ class Site:
         self._held[slot] = _Held(self._down[slot, :row] if row else None, tuple(ups), bias if has_bias else None)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, adapters: Sequence[ActiveAdapter]) -> torch.Tensor:
-        """Add the adapters' differences for inputs `x` [..., I] to results `y` [..., O], in place; return `y`."""
+        """Add the deltas for inputs `x` [..., I] to the results `y` [..., O] in place; return `y`."""
         y_TO = y.reshape(-1, y.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1]).to(y.dtype)
         for adapter in adapters:
@@ -130,7 +130,7 @@ class Site:
 
 
 class AdaptedMethod(LinearMethodBase):
-    """A layer's own method of keeping and using its weight, and behind it the adapters of the current forward."""
+    """A layer's own quantization method, followed by the adapters of the current forward pass."""
 
     def __init__(self, base: Any, site: Site) -> None:
         self.base = base
@@ -149,7 +149,8 @@ class AdaptedMethod(LinearMethodBase):
 
 
 class Vectors:
-    """The tensors that adapters change in place. slots: name -> this rank's part of it (`checkpoint_slots`)."""
+    """The tensors that adapters overwrite in place. `slots` maps a name to this rank's part
+    (`checkpoint_slots`)."""
 
     def __init__(self, slots: Mapping[str, CheckpointSlot]) -> None:
         self._slots = dict(slots)
@@ -162,7 +163,7 @@ class Vectors:
         return frozenset(self._slots)
 
     def fill(self, slot: int, differences: Mapping[str, torch.Tensor]) -> None:
-        """Put an adapter's differences, fp32 of whole tensors, into a slot."""
+        """Copy an adapter's deltas, fp32 full tensors, into a slot."""
         self.show(())
         own = {}
         for name, whole in differences.items():
@@ -176,7 +177,7 @@ class Vectors:
         self._differences[slot] = own
 
     def show(self, adapters: Sequence[ActiveAdapter]) -> None:
-        """Fill the tensors from the checkpoint and these adapters."""
+        """Set the tensors to the checkpoint's values plus the deltas of these adapters."""
         wanted = tuple((one.slot, one.scale) for one in adapters if self._differences.get(one.slot))
         if wanted == self._shown:
             return
@@ -195,14 +196,14 @@ class Vectors:
         self._shown = wanted
 
     def forget(self) -> None:
-        """The tensors are about to be loaded anew."""
+        """Drop the saved values, because the tensors are about to be reloaded."""
         self.show(())
         self._base.clear()
         self._differences.clear()
 
 
 class Sites:
-    """All places of one network. Adapters act from `attach` on."""
+    """All sites of one network. They take effect after `attach`."""
 
     def __init__(
         self, target: AdapterTarget, slots: int, max_rank: int, dtype: torch.dtype, scales: torch.Tensor
@@ -230,13 +231,13 @@ class Sites:
             self._undo.append(_attach(layer, site))
 
     def detach(self) -> None:
-        """Leave the network as it was made, with the checkpoint's values."""
+        """Restore the original layers and the checkpoint's values."""
         self.vectors.forget()
         while self._undo:
             self._undo.pop()()
 
     def fill(self, slot: int, network: str, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot."""
+        """Copy an adapter into a slot."""
         for _, site in self._places:
             site.fill(slot, [weights.matrices.get((network, part.name)) for part in site.parts])
         vectors: dict[Place, torch.Tensor] = dict(weights.vectors)
@@ -244,7 +245,7 @@ class Sites:
 
 
 def _attach(layer: nn.Module, site: Site) -> Callable[[], object]:
-    """Let `site` act on a layer's results; returns a handle that undoes it."""
+    """Make `site` act on the results of a layer; return a handle that undoes it."""
     if isinstance(layer, LinearBase):
         method = layer.quant_method
         layer.quant_method = AdaptedMethod(method, site)
@@ -262,8 +263,8 @@ def _attach(layer: nn.Module, site: Site) -> Callable[[], object]:
 
 
 def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[Part]]]:
-    """Every layer of this rank that multiplies by a matrix, with the checkpoint's layers in it."""
-    named: str | None = None  # modules come with their children right behind
+    """Yield every linear layer of this rank with its checkpoint layers."""
+    named: str | None = None  # the children of a module directly follow it
     for prefix, module in target.network.named_modules():
         if named is not None and prefix.startswith(named):
             continue
@@ -292,7 +293,8 @@ def _names(layer: LinearBase, prefix: str) -> list[str]:
 
 
 def _parts(layer: LinearBase, names: Sequence[str]) -> list[Part]:
-    """The checkpoint's layers in one of ours: which outputs and inputs of each this rank has."""
+    """Return the checkpoint layers in one of this project's layers, with the outputs and inputs of
+    this rank."""
     if isinstance(layer, RowLinear):
         start, own = layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition
         return [Part(names[0], range(layer.output_size), range(start, start + own), layer.tp_rank == 0)]

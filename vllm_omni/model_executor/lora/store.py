@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdapterStore`: the adapters of one rank by name: known, on the host, in slots of the device; and `applied`.
+"""`AdapterStore`: the registered adapters of one rank, their copies in host memory and device
+slots, and `applied`.
 
-Known: vLLM has named them (`--lora-modules`, `/v1/load_lora_adapter`), and they have been checked. On the host: at most
-`--max-cpu-loras`; one that is not is read again when a request names it. In slots: at most `--max-loras`, so no more
-than that act at once. Both make room for the least recently used. Held by
-tests/model_executor/lora/test_adapter_store.py.
+An adapter is registered when vLLM names it (`--lora-modules`, `/v1/load_lora_adapter`) and it
+passes validation. Host memory holds at most `--max-cpu-loras` adapters; another one is read again
+when a request names it. Device slots hold at most `--max-loras`, which limits how many can be
+active in one forward pass. Both evict the least recently used adapter.
 """
 
 import itertools
@@ -36,29 +37,36 @@ _LISTED_KINDS: Final = 20
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One adapter's weights, of which there is one object as long as they are the same."""
+    """The weights of one adapter. There is one object per distinct set of weights."""
 
     name: str
+    """Name that requests use."""
     version: int
+    """Number that identifies the weights."""
     weights: AdapterWeights
+    """The weights in host memory."""
 
 
 @dataclass(frozen=True)
 class UsedAdapter:
-    """An adapter as a chunk uses it. Equal for equal weights and strength."""
+    """An adapter as one chunk uses it. Equal for equal weights and strength."""
 
     name: str
+    """Name that requests use."""
     scale: float
+    """Strength."""
     version: int
+    """See `Adapter.version`."""
     adapter: Adapter = field(compare=False, repr=False)
+    """The weights."""
 
 
 Selection = tuple[UsedAdapter, ...]
-"""The adapters of a chunk, in the request's order; () = none."""
+"""The adapters of a chunk in the order of the request; () for none."""
 
 
 def named(selection: Selection) -> list[UsedLora]:
-    """A selection as a request would ask for it, with digests of the weights."""
+    """Return a selection in the form of a request, with digests of the weights."""
     return [UsedLora(name=used.name, scale=used.scale, digest=used.adapter.weights.digest) for used in selection]
 
 
@@ -67,7 +75,7 @@ def _described(saved: Sequence[UsedLora]) -> str:
 
 
 def _skipped_line(names: Sequence[str]) -> str:
-    """One line that lists skipped tensors, those of equal modules of several blocks together."""
+    """Return one line of skipped tensors; equal modules of several blocks are grouped."""
     kinds = Counter(re.sub(r"(?<=[._])\d+(?=[._])", "N", name) for name in names)
     listed = ", ".join(f"{ascii(kind)[1:-1]} ({count})" for kind, count in kinds.most_common(_LISTED_KINDS))
     listed += f" and {len(kinds) - _LISTED_KINDS} kinds more" if len(kinds) > _LISTED_KINDS else ""
@@ -75,7 +83,7 @@ def _skipped_line(names: Sequence[str]) -> str:
 
 
 class NoAdapters:
-    """The store of a server without `--enable-lora`."""
+    """Store of a server without `--enable-lora`."""
 
     nbytes = 0
 
@@ -88,7 +96,11 @@ class NoAdapters:
         return ()
 
     def select_saved(self, saved: Sequence[UsedLora]) -> Selection:
-        """The adapters that a saved session goes on with. Raises `RequestFailed("foreign_snapshot")`."""
+        """Return the adapters with which a saved session resumes.
+
+        Raises:
+            RequestFailed: `foreign_snapshot` if this server lacks one.
+        """
         if saved:
             raise RequestFailed(
                 "foreign_snapshot",
@@ -97,7 +109,8 @@ class NoAdapters:
         return ()
 
     def select_request(self, request: LoRARequest) -> Selection:
-        """The adapter that a request brings by vLLM's own argument, at strength 1; loaded if it is not known."""
+        """Return the adapter of vLLM's own request argument at strength 1, loading it if it is not
+        registered."""
         try:
             self.add(request)
         except ValueError as error:
@@ -126,7 +139,13 @@ class NoAdapters:
 
 
 class AdapterStore(NoAdapters):
-    """targets: of the model. device: where its networks are."""
+    """Store of a server with `--enable-lora`.
+
+    Args:
+        targets: Networks of the model, by name.
+        config: vLLM's LoRA options.
+        device: Device of the networks.
+    """
 
     def __init__(self, targets: Mapping[str, AdapterTarget], config: LoRAConfig, device: torch.device) -> None:
         assert isinstance(config.lora_dtype, torch.dtype) and config.max_cpu_loras is not None
@@ -144,10 +163,11 @@ class AdapterStore(NoAdapters):
         )
         self._known: dict[str, LoRARequest] = {}
         self._digests: dict[str, str] = {}
-        """Of the known ones, as they were loaded: reading again must give the same weights."""
+        """Digests of registered adapters when they were loaded, because reading again must give the
+        same weights."""
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()
         self._placed: OrderedDict[int, int] = OrderedDict()
-        """version -> slot."""
+        """Version -> slot."""
         self._layouts: dict[Hashable, int] = {}
         self._shown_scales = [1.0] * config.max_loras
         self._numbers = itertools.count(1)
@@ -156,7 +176,7 @@ class AdapterStore(NoAdapters):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the device that the slots take, from the start."""
+        """Return the device bytes of all slots, which are allocated at the start."""
         return sum(sites.nbytes for sites in self._sites.values())
 
     # -- by vLLM's calls -----------------------------------------------------------------------------------------------
@@ -165,7 +185,11 @@ class AdapterStore(NoAdapters):
         return {request.lora_int_id for request in self._known.values()}
 
     def add(self, request: LoRARequest) -> bool:
-        """Check an adapter and make it known; False if it is already. Raises ValueError of one line."""
+        """Validate and register an adapter. Return False if it is already registered.
+
+        Raises:
+            ValueError: The adapter cannot be used; one line.
+        """
         name = request.lora_name
         before = self._known.get(name)
         if before is not None and not request.load_inplace:
@@ -181,7 +205,7 @@ class AdapterStore(NoAdapters):
         return True
 
     def remove(self, number: int) -> bool:
-        """Forget an adapter: a request that names it is refused from now on."""
+        """Unregister an adapter, so that later requests that name it are refused."""
         name = next((name for name, request in self._known.items() if request.lora_int_id == number), None)
         if name is None:
             return False
@@ -205,7 +229,11 @@ class AdapterStore(NoAdapters):
     # -- by requests ---------------------------------------------------------------------------------------------------
 
     def select(self, wanted: Sequence[Lora]) -> Selection:
-        """Find the adapters that a request names. Raises `RequestFailed("invalid_request")`."""
+        """Return the adapters that a request names.
+
+        Raises:
+            RequestFailed: `invalid_request` if they cannot be used.
+        """
         names = [one.name for one in wanted]
         if len(set(names)) < len(names):
             raise RequestFailed("invalid_request", f"lora: adapters must differ, got {names[:3]}")
@@ -257,7 +285,7 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def applied(self, selection: Selection) -> Iterator[None]:
-        """Let forwards in this block use these adapters, and no others."""
+        """Activate exactly these adapters for forward passes in this block."""
         active = [self._place(used, selection) for used in selection]
         for sites in self._sites.values():
             sites.vectors.show(active)
@@ -265,7 +293,7 @@ class AdapterStore(NoAdapters):
             yield
 
     def _place(self, used: UsedAdapter, selection: Selection) -> ActiveAdapter:
-        """Have an adapter in a slot, at its strength."""
+        """Copy an adapter into a slot if it is in none, and set its strength."""
         slot, weights = self._placed.get(used.version), used.adapter.weights
         if slot is None:
             slot = self._free_slot({other.version for other in selection})
@@ -288,7 +316,8 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Leave the networks as they were made while their weights are loaded anew; adapters come back when used."""
+        """Restore the original networks while their weights are reloaded; adapters are attached
+        again at their next use."""
         for sites in self._sites.values():
             sites.detach()
         self._placed.clear()
@@ -300,7 +329,11 @@ class AdapterStore(NoAdapters):
 
 
 def store_for(network: nn.Module, config: LoRAConfig | None, device: torch.device) -> NoAdapters:
-    """The store that `--enable-lora` (config) asks for. Raises ValueError for a network that takes no adapters."""
+    """Return the store for `--enable-lora`.
+
+    Raises:
+        ValueError: The network does not support adapters.
+    """
     if config is None:
         return NoAdapters()
     if not isinstance(network, SupportsAdapters):

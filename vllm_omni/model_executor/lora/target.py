@@ -16,26 +16,29 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """network: this rank's part. shapes: name -> shape of every tensor of the whole network, as its checkpoint has it.
-
-    rules: other names -> these. fixed: modules (`fnmatch`) that no adapter may change. linear_types: modules besides
-    vLLM's linear layers and torch's that multiply by `weight`, flattened behind its first dimension. file_mark: how
-    the name of a file tells that it is for this network, of several (regular expression, lower case).
-    """
+    """A network that adapters may change."""
 
     network: nn.Module
+    """This rank's part of the network."""
     shapes: Mapping[str, Shape]
+    """Checkpoint name -> shape of every tensor of the full network."""
     rules: Rules = ()
+    """Renames from other naming styles to the checkpoint's."""
     fixed: tuple[str, ...] = ()
+    """`fnmatch` patterns of modules that no adapter may change."""
     linear_types: tuple[type[nn.Module], ...] = ()
+    """Additional types of modules that multiply by `weight`, flattened after its first
+    dimension. vLLM's and torch's linear layers are included by default."""
     file_mark: str | None = None
+    """Regular expression (lower case) for names of files that are for this network, if the model
+    has several."""
 
     def module_named(self, stored: str) -> str:
-        """The checkpoint's name of a module that an adapter's file calls `stored`."""
+        """Return the checkpoint's name of a module that an adapter's file calls `stored`."""
         return rename(stored + _WEIGHT, self.rules).removesuffix(_WEIGHT)
 
     def matrix(self, module: str) -> tuple[int, int] | None:
-        """(outputs, inputs) of a module that multiplies by a matrix and may be changed; None = it is no such one."""
+        """Return (outputs, inputs) of a linear module that may be changed, else None."""
         shape = self.shapes.get(module + _WEIGHT, ())
         if len(shape) < 2 or any(fnmatchcase(module, pattern) for pattern in self.fixed):
             return None
@@ -45,12 +48,13 @@ class AdapterTarget:
         return shape[0], inputs
 
     def matrices(self) -> list[str]:
-        """Every module that multiplies by a matrix and may be changed."""
+        """Return the names of all linear modules that may be changed."""
         names = (name.removesuffix(_WEIGHT) for name in self.shapes if name.endswith(_WEIGHT))
         return [name for name in names if self.matrix(name) is not None]
 
     def vector(self, tensor: str) -> Shape | None:
-        """Shape of a tensor that is no matrix and stands beside none: gains, biases of norms, modulation."""
+        """Return the shape of a tensor that is not part of a linear module (gain, norm bias,
+        modulation), else None."""
         shape = self.shapes.get(tensor)
         if shape is None or any(fnmatchcase(tensor, pattern) for pattern in self.fixed):
             return None
@@ -61,7 +65,8 @@ class AdapterTarget:
 
 @runtime_checkable
 class SupportsAdapters(Protocol):
-    """A model whose networks LoRA adapters may change (`--enable-lora`)."""
+    """A model that supports LoRA adapters (`--enable-lora`)."""
 
     def adapter_targets(self) -> Mapping[str, AdapterTarget]:
-        """Its networks by the names that files in diffusers' layout use: `transformer`, `transformer_2`."""
+        """Return the networks by their names in files with diffusers' layout: `transformer`,
+        `transformer_2`."""

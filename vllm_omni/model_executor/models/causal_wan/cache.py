@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkCache`: which keys and values a chunk's denoise step sees of the chunks before it.
+"""`ChunkCache`: the earlier K/V that a chunk's denoise step attends to.
 
-Three semantics over the same `KVWindow`s:
+There are two modes over the same `KVWindow`s:
 
-- strict: one window. A chunk's last pass, over its clean latents, leaves the K/V that later chunks see.
-- noise-matched: a window for every denoise step. Step j of a chunk sees earlier chunks as they were at step j. After
-  the stream's first chunk, every window holds that chunk as its last step left it.
+- strict: one window. A chunk's clean-context pass writes the K/V that later chunks see.
+- noise-matched: one window per denoise step. Step j of a chunk sees earlier chunks as they were at
+  step j. After the stream's first chunk, every window holds that chunk as its last step left it.
 
-Each is a function of frame indices and steps alone, so chunks may run one after the other or several at once, as long
-as the K/V that a step reads have been written; the result is the same. Nothing is committed before `commit`.
-Held by tests/model_executor/models/causal_wan/test_cache.py.
+Both are functions of frame indices and steps alone. Chunks may run one after another or
+concurrently with the same result, as long as the K/V that a step reads have been written. Nothing
+is committed before `commit`.
 """
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
@@ -24,10 +24,12 @@ from vllm_omni.model_executor.layers.window_set import WindowSet
 
 
 class ChunkCache(WindowSet):
-    """See the module docstring. Build with `strict` or `noise_matched`.
+    """The K/V windows of a stream; see the module docstring. Build with `strict` or
+    `noise_matched`.
 
-    windows: one for strict; one a step for noise-matched (on a stage that owns one step, that step's only).
-    has_sinks_per_step: every step has a window of its own with sinks of its own.
+    `windows` has one entry for strict, and one per step for noise-matched (on a stage that owns one
+    step, only that step's). `has_sinks_per_step` is set if every step has a window with separate
+    sink frames.
     """
 
     def __init__(self, windows: Sequence[KVWindow], has_sinks_per_step: bool) -> None:
@@ -44,18 +46,21 @@ class ChunkCache(WindowSet):
         return cls(windows, True)
 
     def at(self, step: int) -> KVWindow:
-        """Return the window that the forward of `step` writes and reads."""
+        """Return the window that the forward pass of `step` writes and reads."""
         return self.windows[min(step, len(self.windows) - 1)]
 
     def open(self, frames: range, step: int = 0) -> None:
-        """Place the sinks for chunk `frames`, before the forward of `step`; without sinks per step, once a chunk."""
+        """Write the sink slots for chunk `frames` before `step`; without sinks per step, once per
+        chunk."""
         for window in self._sink_windows(step):
             window.open(frames)
 
     def keep_own_sinks(self, frames: range, step: int) -> None:
-        """After the forward of `step`, with sinks per step: keep those among `frames`, a later chunk may need them.
+        """After `step`, with sinks per step: store the sink frames among `frames`, because a later
+        chunk may need them.
 
-        Not of the stream's first chunk, whose K/V are replaced by the last step's.
+        The stream's first chunk is excluded, because its K/V are replaced by those of the last
+        step.
         """
         for window in self._sink_windows(step):
             if 0 < frames.start < window.sink_frames:
@@ -74,16 +79,17 @@ class ChunkCache(WindowSet):
                 window.keep_sinks(frames)
 
     def resemblances(self, end_frame: int, step: int = 0) -> torch.Tensor | None:
-        """Return this rank's sums [windows, L, S, 2, 3] that decide which sinks are renewed, or None: nothing is.
+        """Return this rank's sums [windows, L, S, 2, 3] that decide which sink frames are renewed,
+        or None.
 
-        After the forward of `step`, with sinks per step; else after a chunk's last forward.
+        Call after the forward pass of `step` with sinks per step, else after a chunk's last one.
         """
         sums = [window.resemblance(end_frame) for window in self._sink_windows(step)]
         known = [values for values in sums if values is not None]
         return torch.stack(known) if known and len(known) == len(sums) else None
 
     def decide(self, end_frame: int, sums: torch.Tensor, step: int = 0) -> None:
-        """Take the sums over all ranks that share the heads."""
+        """Decide from the sums over all ranks that shard the heads."""
         for window, values in zip(self._sink_windows(step), sums, strict=True):
             window.decide(end_frame, values)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a causal Wan checkpoint are: a published release's, any training checkpoint, diffusers folders.
+"""Locate the components of a causal Wan checkpoint: a published release, any training checkpoint,
+or diffusers' folders.
 
-In the original layouts a training checkpoint lies in a Wan 2.1 T2V directory, whose `config.json`, VAE, text encoder
-and tokenizer it uses; `releases.py` lists the published ones. Only looks; `weights.py` loads.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
+In the original layouts, a training checkpoint is in a Wan 2.1 T2V directory and uses its
+`config.json`, VAE, text encoder and tokenizer; `releases.py` lists the published ones. This module
+only locates files; `weights.py` loads them.
 """
 
 from collections.abc import Sequence
@@ -29,30 +30,32 @@ from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, re
 from vllm_omni.model_executor.weights import rename
 
 LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
-"""The real layouts this file understands, by the names `make-tiny` takes; releases in the first: `releases.py`."""
+"""The supported layouts, by their names for `make-tiny`. `releases.py` lists the releases in the
+first one."""
 
 _CAUSAL_CLASSES = CLASSES[:2]
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a training checkpoint or a folder of safetensors.
-
-    origin: the release it is of. lora: merged into the transformer when it is loaded; None = nothing is.
-    """
+    """The components of one checkpoint. `transformer` is a training checkpoint or a folder of safetensors."""
 
     download_name: ClassVar[str] = "causal_wan"
 
     kind: Literal["original", "diffusers"]
+    """The layout."""
     origin: Release
+    """The release that the checkpoint belongs to."""
     lora: Path | None
+    """LoRA that is merged into the transformer at load time. None: no LoRA."""
 
     def release(self) -> str:
         return self.origin.download_name
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's config as stored, else as read off its weights' shapes; the release's settings for
-        what it leaves open.
+        """Return the transformer's config as stored, or as derived from its weights' shapes.
+
+        Settings of the release fill in missing keys.
         """
         folder = self.transformer if self.kind == "diffusers" else self.root
         stored = read_json(folder / "config.json") if (folder / "config.json").exists() else None
@@ -66,7 +69,7 @@ class CheckpointLayout(WanComponents):
         return stored_sizes(shapes, str(self.transformer))
 
     def open_transformer(self) -> TensorSource:
-        """Open the network, a LoRA that belongs to it merged in. Raises ValueError in one line."""
+        """Open the network and merge its LoRA, if any. Raises ValueError (one line)."""
         network = open_transformer(self.transformer, self.origin.state_keys)
         if self.origin.loras and self.lora is None:
             places = " or ".join(self.origin.loras)
@@ -80,7 +83,8 @@ class CheckpointLayout(WanComponents):
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Find the pieces below `path`. Raises ValueError of one line that names the pieces found and looked for."""
+    """Locate the components in `path`. Raises ValueError (one line) with what was found and what
+    was expected."""
     kind: Literal["original", "diffusers"] = "original"
     origin, lora = OTHER, None
     if _is_causal_diffusers(path):
@@ -102,9 +106,11 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> TensorSource:
-    """Open a folder of safetensors, one weight file, or a training checkpoint, of which the best state is taken.
+    """Open a folder of safetensors, one weight file, or the best state of a training checkpoint.
 
-    Raises ValueError of one line that names the wrappers known and the first keys seen if no Wan network is in it.
+    Raises:
+        ValueError: There is no Wan network; one line with the known wrappers and the first keys
+            found.
     """
     source = open_tensors(path, state_keys)
     if not any(rename(name, TRANSFORMER_RULES) == "patch_embedding.weight" for name in source.shapes):
@@ -113,7 +119,7 @@ def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> Tens
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a causal Wan checkpoint in any layout. Cheap, never raises."""
+    """Return whether `path` is a causal Wan checkpoint in any layout. Cheap; never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -124,7 +130,7 @@ def is_checkpoint(path: Path) -> bool:
 def hf_config(path: Path) -> dict[str, Any]:
     """Return `chunk_hf_config` of this checkpoint, with `kind` and `release`. Raises ValueError.
 
-    Needs no weights but in a layout without a `config.json`, and then only their names.
+    Needs no weights, except their names in a layout without a `config.json`.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -134,9 +140,10 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def why_not(path: Path) -> str | None:
-    """Why the only training checkpoint of a directory holds no Wan network; None if it does, or none is there.
+    """Return why the only training checkpoint of a directory has no Wan network; None if it has one
+    or is missing.
 
-    Where no component lies beside it, only its tensors tell.
+    If there are no other components, only its tensors can show that.
     """
     try:
         if (unnamed := find_unnamed(path)) is not None:
@@ -147,7 +154,8 @@ def why_not(path: Path) -> str | None:
 
 
 def _is_causal_diffusers(path: Path) -> bool:
-    """Whether `transformer/` is a causal Wan: by its own class, or by the pipeline's when it keeps the plain one."""
+    """Return whether `transformer/` is a causal Wan, by its class, or by the pipeline's class if
+    its own is generic."""
     if not (path / "transformer" / "config.json").is_file():
         return False
     name = read_json(path / "transformer" / "config.json").get("_class_name")

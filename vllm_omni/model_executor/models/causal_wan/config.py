@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A causal Wan 2.1 checkpoint's sizes (`CausalWanConfig`) and how it is served (`CausalWanOptions`).
+"""Sizes of a causal Wan 2.1 checkpoint (`CausalWanConfig`) and its serving options
+(`CausalWanOptions`).
 
-The architecture comes from the checkpoint and is checked key by key. The options come from
-`additional_config["omni"]["model"]`. Held by tests/model_executor/models/causal_wan/test_causal_wan_config.py.
+The architecture comes from the checkpoint and is validated key by key. The options come from
+`additional_config["omni"]["model"]`.
 """
 
 from collections.abc import Mapping
@@ -28,12 +29,13 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import Stream
 
 _VIDEO_SHIFT = 8.0
-"""Of the video-to-video schedule, as the checkpoints were trained."""
+"""Timestep shift of the video-to-video schedule, as in training."""
 VIDEO_NOISE_SCALE = 0.8
-"""Noise injected into the first chunk of an input video, [0, 1]; the largest for a still scene."""
+"""Noise scale for the first chunk of an input video, in [0, 1]; used in full for a still scene."""
 
 _WINDOW, _SINK, _CHUNK = 21, 3, 3
-"""Defaults of a checkpoint that names no window: the length it was trained on, one chunk of it kept for ever."""
+"""Defaults for a checkpoint without a window: the length of its training clips, with one chunk as
+sink frames."""
 
 CacheKind = Literal["strict", "noise_matched"]
 PromptSwitch = Literal["keep", "recompute"]
@@ -72,7 +74,8 @@ _RENAMED = {**RENAMED, "num_frame_per_block": "frames_per_chunk"}
 
 
 def with_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `config.json`'s values, and of `settings` the keys of whatever it leaves open in either key style."""
+    """Return a `config.json`'s values, plus those of `settings` for keys that it lacks in either
+    key style."""
     stated = {_RENAMED.get(key, key) for key, value in stored.items() if value is not None}
     return {**{key: value for key, value in settings.items() if _RENAMED.get(key, key) not in stated}, **stored}
 
@@ -90,35 +93,37 @@ _IGNORED = (*IGNORED, "latent_hw", "rope_cache_policy")
 
 
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the choices on which the public implementations differ.
-
-    cache: the past that a chunk attends to. `strict`: the clean chunk, by one more pass at timestep 0 (Self-Forcing).
-        `noise_matched`: at each denoise step, earlier chunks as they were there; no clean pass, a window for every
-        step (StreamDiffusionV2).
-    denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5. A release trained
-        with other steps has those as its default and reads them as its own code does (CausVid: as timesteps).
-    video_input: whether streams may repaint an input video or begin with a picture (loads the VAE's encoder).
-    video_denoising_steps: video-to-video schedule, timesteps themselves; the first entry only says how many steps
-        there are, the noise controller replaces it chunk by chunk.
-    normalize_video_latent: False feeds the VAE's raw means, as StreamDiffusionV2's checkpoints expect.
-    sink_position: `window` moves the sinks' rotary positions along, just before the oldest frame the chunk sees, so
-        that no distance grows beyond the window; `absolute` leaves them where they were made (the original).
-    sink_refresh_threshold: a frame that leaves the window replaces the sink it resembles least if their similarity is
-        below this; None = sinks stay. Needs chunks of one frame.
-    prompt_switch: keys and values of earlier frames when a chunk brings a new prompt. `keep`: as they are.
-        `recompute`: those of the window are computed again under it, by a clean pass of each chunk in the window
-        (LongLive's KV recache). Sinks are computed again until the window has moved away from them. Needs `strict`;
-        a session takes the memory of a second window.
-    """
+    """`StreamingOptions`, and the choices on which the public implementations differ."""
 
     cache: CacheKind = "strict"
+    """K/V of earlier chunks that a chunk attends to. `strict`: clean chunks, written by a
+    clean-context pass at timestep 0 (Self-Forcing). `noise_matched`: at each denoise step, earlier
+    chunks as they were at that step; no clean-context pass, one window per step
+    (StreamDiffusionV2)."""
     denoising_steps: list[float] = msgspec.field(default_factory=lambda: [1000.0, 750.0, 500.0, 250.0])
+    """Text-to-video schedule. A step s means entry 1000 - s of the table shifted by 5. A release
+    that was trained with other steps has those as its default and interprets them as its own code
+    does (CausVid: as timesteps)."""
     video_input: bool = True
+    """Whether streams may repaint an input video or start from an image. Loads the VAE's
+    encoder."""
     video_denoising_steps: list[float] = msgspec.field(default_factory=lambda: [700.0, 500.0, 400.0, 200.0])
+    """Video-to-video schedule, as timesteps. The noise controller replaces the first entry chunk by
+    chunk."""
     normalize_video_latent: bool = True
+    """Normalise the latents of an input video. False: use the VAE's raw means, as
+    StreamDiffusionV2's checkpoints expect."""
     sink_position: Literal["window", "absolute"] = "window"
+    """`window`: the rotary positions of sink frames move along, just before the oldest frame that
+    the chunk sees, so that no distance exceeds the window. `absolute`: they stay (the original)."""
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
+    """A frame that leaves the window replaces the most different sink frame if their similarity is
+    below this. Requires chunks of one frame. None: sink frames are never renewed."""
     prompt_switch: PromptSwitch = "keep"
+    """K/V of earlier frames after a chunk with a new prompt. `keep`: unchanged. `recompute`: the
+    K/V of the window is computed again under the new prompt, by a clean-context pass of each chunk
+    in the window (LongLive's KV recache). Sink frames are recomputed until the window has moved
+    away from them. Requires `cache` `strict`."""
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "CausalWanOptions":
@@ -130,7 +135,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":
-        """Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = cls.read(options)
         try:
             text, video = parsed.text_schedule(), parsed.video_schedule()
@@ -152,7 +157,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return parsed
 
     def text_schedule(self, release: Release = OTHER) -> FewStepSchedule:
-        """The text-to-video schedule; timesteps and sigmas as `release` was trained, their number is any's.
+        """Return the text-to-video schedule, with timesteps and sigmas as `release` was trained.
+        Any number of steps is valid.
 
         Raises ValueError.
         """
@@ -164,13 +170,14 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return few_step_schedule("exact", release.shift, [int(index) for index in indices])
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
-        """The video-to-video schedule, begun at `first_timestep` (None = its own). Raises ValueError."""
+        """Return the video-to-video schedule, starting at `first_timestep` (default: its own).
+        Raises ValueError."""
         steps = self.video_denoising_steps
         return nearest_schedule(_VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]])
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
-    """How a stream is cut into chunks, and the window of each. Raises ValueError."""
+    """Return the chunk sizes of a stream and the K/V window of each. Raises ValueError."""
     plan = resolve_chunks(options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK)
     chunk, window, sink = plan.chunk_frames, plan.window_frames, plan.sink_frames
     if options.sink_refresh_threshold is not None and (chunk != 1 or not 0 < sink < window):
@@ -185,7 +192,7 @@ CausalWanStream = Stream[CausalWanConfig, CausalWanOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
-    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     options = CausalWanOptions.of(checkpoint, omni.model)
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
     return Stream(config, options, resolve_plan(config, options))

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The degradations that a single chunk can take (`omni.degradations`), by the model's options.
-
-Held by test_causal_wan_fewer_steps.py and test_causal_wan_tiny_chunks.py in tests/model_executor/models/causal_wan/.
-"""
+"""The degradations that a single chunk supports (`omni.degradations`), by the model's options."""
 
 from vllm_omni.config import Degradation
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions
@@ -12,7 +9,7 @@ TINY_VAE: Degradation = "tiny_vae"
 
 
 def refuse_degradation(name: str, options: CausalWanOptions) -> str | None:
-    """Why chunks cannot go without `name`; None if they can."""
+    """Return why chunks do not support the degradation `name`, or None if they do."""
     if name == TINY_VAE:
         return "omni.model.decoder 'tiny' decodes all chunks with it" if options.decoder == "tiny" else None
     assert name == FEWER_STEPS

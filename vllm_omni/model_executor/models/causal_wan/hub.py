@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published causal Wan networks on the hub, each put into a Wan 2.1 T2V directory as `releases.py` expects it.
+"""The published causal Wan networks on the hub, each placed in a Wan 2.1 T2V directory as
+`releases.py` expects it.
 
-Sizes are those of the repositories' file lists where public notes give them, else estimates from the tensors'. A
-licence that forbids a use, or that is nowhere stated, must be accepted; the others are on the model cards.
+Sizes come from the repositories' file lists where published, else they are estimates from the
+tensors. A licence that forbids some use, or that is not stated, must be accepted. The other
+licences are on the model cards.
 """
 
 from pathlib import Path
@@ -58,4 +60,4 @@ RELEASES = {
     "reward_forcing": _on_1_3b("JaydenLu666/Reward-Forcing-T2V-1.3B", ("rewardforcing.pt",), 5.7, _UNSTATED),
     "rolling_forcing": _on_1_3b("TencentARC/RollingForcing", ("checkpoints/rolling_forcing_dmd.pt",), 16.0),
 }
-"""The others; their repositories hold the network alone."""
+"""The other releases; their repositories contain only the network."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream at once: which cache semantics allow it, how far chunks stay apart, which K/V are kept.
+"""Chunks in flight: which cache modes allow several, their distance in steps, and which K/V must be
+retained.
 
-With a noise-matched cache a chunk's step j sees earlier chunks as they were at their step j, so it may run as soon as
-the chunk before has done that step. Its K/V go into ring slots of its own; the frames it overwrites are kept
-as long as an uncommitted chunk could be run again and see them.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_in_flight.py.
+With a noise-matched cache, step j of a chunk sees earlier chunks as they were at step j. It may
+therefore run as soon as the previous chunk has finished that step. Its K/V are written to separate
+ring buffer slots. The frames that they overwrite are retained while an uncommitted chunk that sees
+them could be run again.
 """
 
 from vllm_omni.config import OmniConfig
@@ -13,18 +14,18 @@ from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
 STEPS_BEHIND = 1
-"""How many steps a chunk stays behind the one before it."""
+"""Distance in steps between consecutive chunks."""
 
 
 def refuse_chunks_in_flight(options: CausalWanOptions) -> str | None:
-    """Why a stream's chunks must run one after the other; None if they need not."""
+    """Return why a stream's chunks must run one after another, or None if they need not."""
     if options.cache == "strict":
         return "cache 'strict' shows a chunk the clean chunk before it, which must be done first; try 'noise_matched'"
     return None
 
 
 def refuse_temporal_pipeline(options: CausalWanOptions, num_stages: int) -> str | None:
-    """Why `num_stages` stages cannot own a denoise step each; None if they can."""
+    """Return why `num_stages` stages cannot own one denoise step each, or None if they can."""
     if options.cache != "noise_matched":
         return f"cache {options.cache!r} lets a step see K/V of other steps; a stage has its own only: 'noise_matched'"
     num_steps = options.text_schedule().num_steps
@@ -39,13 +40,14 @@ def refuse_temporal_pipeline(options: CausalWanOptions, num_stages: int) -> str 
 def spare_frames(
     options: CausalWanOptions, plan: ChunkPlan, omni: OmniConfig, parallel: ParallelContext
 ) -> tuple[int, ...]:
-    """Return by how many frames each window's ring must be longer than its visible part.
+    """Return how many spare frames each window's ring buffer needs.
 
-    As many chunks as may have written there ahead of the oldest uncommitted one. On one rank a chunk is committed in
-    the engine step of its last pass; on several, an earlier stage hears of it later.
+    This is the number of frames that chunks may write ahead of the oldest uncommitted chunk. On one
+    rank, a chunk is committed in the engine step of its last pass. On several ranks, earlier stages
+    learn of the commit later.
     """
     if options.cache == "strict":
         return (0,)
     passes, spare = options.text_schedule().num_steps, (omni.chunks_in_flight - 1) * plan.chunk_frames
-    # On one rank the last step's frames are committed as they are written.
+    # On one rank, the last step's frames are committed when they are written.
     return (spare,) * passes if parallel.num_stages > 1 else (*(spare,) * (passes - 1), 0)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The motion-aware noise controller of video-to-video streams: faster motion, less noise.
+"""The motion-aware noise controller of video-to-video streams: less noise for faster motion.
 
     m = clip(max over frames of sqrt(mean (v_i - v_{i-1})^2) / 0.2, 0, 1)          pixels in [-1, 1]
     s = 0.9 (s_0 - 0.1 m) + 0.1 s_before
     t = floor(1000 s) - 100
 
-s scales the noise put into a chunk, t is the timestep its first denoise step is fed. A stream's first chunk has s_0.
+s scales the noise added to a chunk, and t is the timestep of its first denoise step. A stream's
+first chunk has s_0.
 Source of the formulas: StreamDiffusionV2, streamv2v noise controller.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 """
 
 # T frames of a chunk
@@ -23,22 +23,22 @@ _BELOW_NOISE = 100
 
 
 def motion(frames_THWC: torch.Tensor, before_HWC: torch.Tensor) -> float:
-    """Return m in [0, 1] of uint8 frames that follow the frame `before_HWC`. Waits for the device once."""
+    """Return m in [0, 1] of the uint8 frames after `before_HWC`. Synchronises with the device once."""
     clip = torch.cat((before_HWC.unsqueeze(0), frames_THWC)).float() / 127.5
     steps = (clip[1:] - clip[:-1]).square().mean(dim=(1, 2, 3)).sqrt()
     return min(1.0, float(steps.max()) / _FULL_MOTION)
 
 
 def next_noise_scale(initial: float, before: float, motion_level: float) -> float:
-    """Return s of a chunk: `initial` is s_0, `before` that of the chunk before."""
+    """Return s of a chunk, from s_0 (`initial`) and s of the previous chunk (`before`)."""
     return (1 - _KEPT) * (initial - _RANGE * motion_level) + _KEPT * before
 
 
 def first_timestep(noise_scale: float) -> int:
-    """Return t of a chunk whose noise scale is s."""
+    """Return t of a chunk with noise scale s."""
     return math.floor(1000 * noise_scale) - _BELOW_NOISE
 
 
 def lowest_first_timestep(initial: float) -> int:
-    """Return the smallest t that streams with s_0 = `initial` come to."""
+    """Return the smallest t of streams with s_0 = `initial`."""
     return first_timestep(initial - _RANGE)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan as `vllm-omni plan` sees it: two sizes of one network, and the published networks with their own steps.
-
-Held by tests/planning/test_plan_memory.py.
-"""
+"""Causal Wan for `vllm-omni plan`: two sizes of one network, and the published networks with their
+own steps."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -29,7 +27,8 @@ def _named(name: str, changes: Changes) -> StreamModel:
 
 def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
-    steps = len(CausalWanOptions.of(checkpoint, {}).denoising_steps)  # a release may have its own
+    # a release may override the steps
+    steps = len(CausalWanOptions.of(checkpoint, {}).denoising_steps)
     return _stream_model(directory, config, {"denoise": steps, **changes})
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published causal Wan 2.1 networks: where each lies in a directory, and the settings it was trained with.
+"""The published causal Wan 2.1 networks: file locations, and the settings of their training.
 
-A training checkpoint lies in a Wan 2.1 T2V directory and is known by the name of its file; one under another name is
-served with the defaults of the configuration. Names, wrappers and settings are those of the public inference code and
-configurations of each release. Only a table: `checkpoint.py` looks, `weights.py` loads, `hub.py` fetches.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_releases.py.
+A training checkpoint is in a Wan 2.1 T2V directory and is identified by its file name. One with
+another name uses the default options. Names, wrappers and settings come from the public inference
+code and configurations of each release. This module is only a table: `checkpoint.py` locates,
+`weights.py` loads and `hub.py` downloads.
 """
 
 from collections.abc import Mapping
@@ -13,44 +13,47 @@ from pathlib import Path
 from typing import Any
 
 STATE_KEYS = ("generator_ema", "generator", "ema", "state_dict", "model", "module")
-"""Where a training checkpoint (`.pt`) keeps the network, best first; without any, the file is the network itself."""
+"""Keys of the network in a training checkpoint (`.pt`), by preference; without any, the file is the
+network itself."""
 
 LORA_KEYS = ("generator_lora",)
-"""The same of a LoRA; without it, the file is the LoRA itself."""
+"""The same for a LoRA; without any, the file is the LoRA itself."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """One published network.
-
-    download_name: for `vllm-omni download`. files: places below the checkpoint directory, best first.
-    state_keys: wrappers of the network that its own code evaluates, best first. loras: places of a LoRA that belongs to
-    it and is merged into it when loaded. transformer: keys of a `config.json` (window, sinks, chunk) that its directory
-    leaves out. options: defaults of `CausalWanOptions`. shift: of the table of timesteps. warps_steps: whether a step s
-    is entry 1000 - s of that table, or the timestep s itself. limits: what its own sampler does and ours does not.
-    """
+    """One published network."""
 
     download_name: str
+    """Name for `vllm-omni download`."""
     files: tuple[str, ...]
+    """Paths in the checkpoint directory, by preference."""
     state_keys: tuple[str, ...] = STATE_KEYS
+    """Keys of the network that the release's own code evaluates, by preference."""
     loras: tuple[str, ...] = ()
+    """Paths of a LoRA that is merged into the network at load time."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a `config.json` (window, sink frames, chunk) that the release's directory lacks."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of `CausalWanOptions`."""
     shift: float = 5.0
+    """Shift of the timestep table."""
     warps_steps: bool = True
+    """Whether a step s means entry 1000 - s of the table instead of timestep s."""
     limits: str | None = None
+    """What the release's own sampler does and this project's does not."""
 
     def find(self, root: Path) -> Path | None:
-        """The network's file below `root`; None = it is not there."""
+        """Return the network's file in `root`, or None."""
         return next((root / name for name in self.files if (root / name).is_file()), None)
 
     def find_lora(self, root: Path) -> Path | None:
-        """The LoRA's file below `root`; None = it is not there."""
+        """Return the LoRA's file in `root`, or None."""
         return next((root / name for name in self.loras if (root / name).is_file()), None)
 
 
 OTHER = Release("causal_wan", ())
-"""A network under a name of its own, or in diffusers' folders."""
+"""A network under any other file name, or in diffusers' folders."""
 
 RELEASES = (
     Release(
@@ -69,7 +72,8 @@ RELEASES = (
     Release(
         "longlive",
         ("models/longlive_base.pt", "longlive_base.pt"),
-        state_keys=("generator", *STATE_KEYS),  # its code evaluates the network itself, not the average
+        # the release's code evaluates the network itself, not its average
+        state_keys=("generator", *STATE_KEYS),
         loras=("models/lora.pt", "lora.pt"),
         transformer={"local_attn_size": 12, "sink_size": 3, "num_frame_per_block": 3},
         limits="a new prompt leaves the K/V of earlier frames as they are (omni.model.prompt_switch: recompute)",
@@ -94,11 +98,11 @@ RELEASES = (
         limits="chunks are denoised one after the other, not together in a rolling window of rising noise",
     ),
 )
-"""The names in `files` of different releases differ, so their order does not matter."""
+"""All releases. The names in `files` are distinct, so the order does not matter."""
 
 
 def find_release(root: Path) -> tuple[Release, Path] | None:
-    """The release whose network lies below `root`, and its file; None = none does."""
+    """Return the release with its network in `root`, and that file; None if there is none."""
     for release in RELEASES:
         if (place := release.find(root)) is not None:
             return release, place
@@ -106,7 +110,8 @@ def find_release(root: Path) -> tuple[Release, Path] | None:
 
 
 def find_unnamed(root: Path) -> Path | None:
-    """The only `.pt` of a directory (or of its `checkpoints/`), a training checkpoint under a name of its own."""
+    """Return the only `.pt` of a directory (or of its `checkpoints/`), a training checkpoint with
+    another name."""
     for folder in (root, root / "checkpoints"):
         files = sorted(folder.glob("*.pt")) if folder.is_dir() else []
         if len(files) == 1:
@@ -115,5 +120,5 @@ def find_unnamed(root: Path) -> Path | None:
 
 
 def release_named(name: str) -> Release:
-    """The release of a `download_name`."""
+    """Return the release with this `download_name`."""
     return next((release for release in RELEASES if release.download_name == name), OTHER)

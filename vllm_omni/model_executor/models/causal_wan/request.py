@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a client may send with one chunk of a stream, checked: here and nowhere else.
+"""Validate everything that a client may send with one chunk of a stream.
 
-Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` with the field, its value
-and the allowed ones. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+The functions read a request and its session and return `ChunkInputs`, or raise `RequestFailed` with
+the field, its value and the allowed ones. They change nothing, allocate nothing on the device, and
+return the same result on every rank.
 """
 
 from collections.abc import Mapping
@@ -32,17 +32,15 @@ _TENSORS = ("video", "image", "latents")
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`DiffusionParams.options` of one chunk.
-
-    source: `text` makes video from the prompt alone; `video` repaints the tensor `video` that comes with every chunk.
-    Fixed by the stream's first chunk; None = as it is (`text` on a first one).
-    """
+    """`DiffusionParams.options` of one chunk."""
 
     source: Source | None = None
+    """`text` generates video from the prompt alone; `video` repaints the tensor `video` of every
+    chunk. The stream's first chunk sets it. Default: unchanged (`text` for a first chunk)."""
 
 
 def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> SessionShape:
-    """Read the sizes that a stream's first chunk fixes. Raises `RequestFailed`."""
+    """Return the sizes that a stream's first chunk sets. Raises `RequestFailed`."""
     height, width = read_size(params, config, omni)
     return SessionShape(height, width, params.output, source=_options(params).source or "text")
 
@@ -50,7 +48,8 @@ def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfi
 def read_chunk(
     request: DiffusionRequest, session: StreamSession, standing: Standing, served: CausalWanOptions
 ) -> ChunkInputs:
-    """Check one chunk's request against its stream, as it stands before the chunk. Raises `RequestFailed`."""
+    """Validate one chunk's request against the state of its stream before the chunk. Raises
+    `RequestFailed`."""
     params = request.params
     session.window.check_fits(session.plan.frames(standing.chunk_index))
     check_unchanged(params, session.shape, {"options.source": (_options(params).source, session.shape.source)})

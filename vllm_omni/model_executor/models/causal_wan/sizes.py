@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a stream's parts are on this rank, and the K/V windows made to those sizes.
+"""Sizes of a stream's state on this rank, and the K/V windows of these sizes.
 
-One place for both, so that admission counts the bytes that a session allocates.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+Both are in one module, so that admission counts exactly the bytes that a session allocates.
 """
 
 import math
@@ -21,9 +20,10 @@ from vllm_omni.model_executor.streaming.session import SessionShape
 
 
 class StreamSizes:
-    """spare_frames: of each window (`in_flight.spare_frames`). own_step: a stage's that owns one step.
+    """Sizes of one stream's state.
 
-    kv_dtype: in which windows are stored, None = the transformer's.
+    `spare_frames` are those of each window (`in_flight.spare_frames`), `own_step` is the step of a
+    stage that owns one, and `kv_dtype` is the storage type of windows (None: the transformer's).
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class StreamSizes:
         self._sinks_live = slides and (options.sink_position == "window" or options.sink_refresh_threshold is not None)
 
     def latent_shape(self, shape: SessionShape, num_frames: int) -> tuple[int, int, int, int]:
-        """Return [16, F, h, w]."""
+        """Return the shape [16, F, h, w]."""
         return (self._config.out_channels, num_frames, *self._config.latent_size(shape.height, shape.width))
 
     def new_cache(self, shape: SessionShape) -> ChunkCache:
-        """Make a stream's K/V windows."""
+        """Build a stream's K/V windows."""
 
         def window(frames: int, sinks: int, spare: int) -> KVWindow:
             common: dict[str, Any] = {
@@ -82,12 +82,12 @@ class StreamSizes:
         return self.cache_nbytes(shape) + 4 * math.prod(self.latent_shape(shape, frames))
 
     def _step_spares(self) -> list[int]:
-        """Spare frames of the windows of a noise-matched stream on this rank."""
+        """Return the spare frames of a noise-matched stream's windows on this rank."""
         spares = self._spare_frames[: self._num_steps]
         return spares if self._own_step is None else [spares[self._own_step]]
 
     def cache_nbytes(self, shape: SessionShape) -> int:
-        """Return the bytes of `new_cache`, allocating nothing."""
+        """Return the bytes of `new_cache` without allocating them."""
         sizes, plan, options = self._window_sizes(shape), self._plan, self._options
         evicts = plan.sink_frames < plan.window_frames
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The chains of `chains.py`, which define the results, as Triton kernels. Import it where Triton is (`HAS_TRITON`).
+"""The fused pointwise ops of `chains.py` as Triton kernels. Import this module only with Triton
+(`HAS_TRITON`).
 
-A program holds one token's row in registers: it is read once and written once. fp32 inside, one rounding at the end.
-One kernel serves every number of tokens. Held by tests/model_executor/models/lance/test_lance_kernels.py.
+`chains.py` defines the results. A program keeps one token in registers, so it reads and writes the
+token once. It computes in fp32 and rounds once at the end. One kernel serves every number of
+tokens.
 """
 
-# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary lanes, F feed-forward width
+# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
+# width
 
 import torch
 
@@ -25,9 +28,10 @@ _NUMBERS_PER_WARP = 1024
 
 @triton.jit
 def _norm_kernel(x, update, weight, total, normed, token_scales, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    """total = x + update; normed = total / rms(total) * weight. update: None = there is none.
+    """total = x + update; normed = total / rms(total) * weight. Arguments that are None are
+    skipped.
 
-    token_scales: normed is divided by its token's, which is written there; None = it is not.
+    If `token_scales` is given, `normed` is divided by a scale per token, which is written there.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -63,7 +67,10 @@ def _silu_mul_kernel(gate_up, out, token_scales, F: tl.constexpr, BLOCK: tl.cons
 def _norm_rope_kernel(
     x, cos, sin, weight, out, x_token, eps, N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Heads of a token, each as two halves that are rotated with each other. x: [T, N * 2 C], rows `x_token` apart."""
+    """Normalise and rotate the heads of a token; the two halves of a head rotate with each other.
+
+    `x` is [T, N * 2 C] with a token stride of `x_token`.
+    """
     row = tl.program_id(0).to(tl.int64)
     head, lane = tl.arange(0, HEADS)[:, None], tl.arange(0, LANES)[None, :]
     inside = (head < N) & (lane < C)
@@ -151,7 +158,7 @@ def _norm(
 def _norm_rope(
     x_TF: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Heads of a part of a wider tensor, [T, N H] -> [T, N, H]."""
+    """Return the heads of a slice of a wider tensor, [T, N H] -> [T, N, H]."""
     lanes = cos_TC.shape[-1]
     heads = x_TF.shape[1] // (2 * lanes)
     out = torch.empty(x_TF.shape[0], heads, 2 * lanes, dtype=x_TF.dtype, device=x_TF.device)
@@ -167,6 +174,6 @@ def _norm_rope(
 
 
 def _rows(like: torch.Tensor, tokens: int, width: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A result's memory, and its tokens' scales if it is rounded."""
+    """Allocate a result, and the scales per token if it is quantized."""
     out = torch.empty(tokens, width, dtype=FP8 if rounded else like.dtype, device=like.device)
     return out, torch.empty(tokens, 1, dtype=torch.float32, device=like.device) if rounded else None

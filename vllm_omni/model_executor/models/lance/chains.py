@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's arithmetic between matrix products and attention, as pure functions.
+"""The decoder's fused pointwise ops between matrix products and attention, as pure functions.
 
-For tensors on CUDA each is a kernel (`chain_kernels.py`), else plain or compiled by torch: for a varying number of
-tokens, so that requests of every size share one. All compute in fp32 and round once at the end.
-Held by tests/model_executor/models/lance/test_lance_transformer.py.
+For tensors on CUDA each is a kernel (`chain_kernels.py`). Otherwise it is plain, or compiled by
+torch for a dynamic number of tokens, so that requests of all sizes share it. All compute in fp32
+and round once at the end.
 """
 
-# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary lanes, F feed-forward width
-# rounded: whether the result is rounded to FP8 for the linear layer that takes it (`rounded_input.takes_rounded`)
+# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
+# width
+# rounded: quantize the result to FP8 for the linear layer that takes it
+# (`rounded_input.takes_rounded`)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from vllm_omni.model_executor.layers.rounded_input import Input, round_tokens
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, rounded: bool = False) -> Input:
-    """Root-mean-square norm over the last dimension, in the type of `x_TD`."""
+    """Apply RMS normalisation over the last dimension, in the dtype of `x_TD`."""
     x = x_TD.float()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D.float()
     return round_tokens(normed, x_TD.dtype) if rounded else normed.to(x_TD.dtype)
@@ -45,7 +47,8 @@ def query_key(
     num_kv_heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut queries [T, N, H] and keys [T, K, H] out of [queries | keys | values]: each head normed, then rotated."""
+    """Split queries [T, N, H] and keys [T, K, H] off [queries | keys | values]; normalise each head
+    and rotate it."""
     head_dim = q_weight_H.shape[0]
     heads_TNH = qkv_TF.unflatten(-1, (-1, head_dim))
     queries = norm_rope(heads_TNH[:, :num_heads], q_weight_H, cos_TC, sin_TC, eps)
@@ -56,7 +59,8 @@ def query_key(
 def norm_rope(
     x_TNH: torch.Tensor, weight_H: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMS norm of each head, then rotation of lane m with lane m + H/2, in the type of `x_TNH`."""
+    """Apply RMS normalisation per head, then rotate channel m with channel m + H/2, in the dtype of
+    `x_TNH`."""
     x = x_TNH.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_H.float()
     first, second = x.chunk(2, dim=-1)
@@ -65,7 +69,7 @@ def norm_rope(
 
 
 def silu_mul(gate_up_TF: torch.Tensor, rounded: bool = False) -> Input:
-    """silu(gate) * up, of the two halves of the last dimension."""
+    """Return silu(gate) * up of the two halves of the last dimension."""
     gate, up = gate_up_TF.chunk(2, dim=-1)
     if rounded:
         return round_tokens(functional.silu(gate.float()) * up.float(), gate_up_TF.dtype)

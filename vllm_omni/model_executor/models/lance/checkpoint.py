@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a Lance checkpoint are: the repository's root, or one of its folders.
+"""Locate the components of a Lance checkpoint: the repository's root, or one of its folders.
 
-    Lance_3B/ or Lance_3B_Video/   llm_config.json, model.safetensors (or ema.safetensors), tokenizer.json
-    Qwen2.5-VL-ViT/                config.json, vit.safetensors; the video checkpoint bundles the tower as well
+    Lance_3B/ or Lance_3B_Video/   llm_config.json, model.safetensors (or ema.safetensors),
+    tokenizer.json
+    Qwen2.5-VL-ViT/                config.json, vit.safetensors; the video checkpoint includes the
+    tower as well
     Wan2.2_VAE.pth
 
-Only looks; `weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an
-engine with dummy weights starts from configs alone.
-Held by tests/model_executor/models/lance/test_lance_checkpoint.py.
+This module only locates files; `weights.py` loads them. A missing component is an error only when
+it is needed (`require`), so that an engine with dummy weights can start from configs alone.
 """
 
 from dataclasses import dataclass
@@ -28,12 +29,16 @@ _BASE_DIM, _DECODER_BASE_DIM = 160, 256
 
 @dataclass(frozen=True)
 class ComponentSource:
-    """One weight file's place among the model's parts. subfolder: None = the root itself."""
+    """The weight file of one component, with the attributes that vLLM's loader reads."""
 
     model_or_path: str
+    """Path of the checkpoint."""
     subfolder: str | None
+    """Subfolder of the file. None: the root."""
     prefix: str
+    """Prefix of the tensor names in the model."""
     fall_back_to_pt: bool = False
+    """Whether vLLM's loader may fall back to `.pt` files."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,14 @@ class LanceLayout:
 
     @property
     def vision_weights(self) -> Path | None:
-        """The tower's own file."""
+        """The vision tower's separate file."""
         if self.vision is None:
             return None
         files = sorted(self.vision.glob("*.safetensors"))
         return confined(self.vision, files[0].name) if files else None
 
     def require(self) -> None:
-        """Raise ValueError of one line unless decoder weights, tokenizer and VAE are there."""
+        """Raise ValueError (one line) unless decoder weights, tokenizer and VAE exist."""
         missing = []
         if self.weights is None:
             missing.append(f"{self.decoder.name}/{' or '.join(_WEIGHTS)}")
@@ -75,7 +80,8 @@ class LanceLayout:
             )
 
     def weight_sources(self) -> tuple[ComponentSource, ...]:
-        """Return which folder fills which part: the decoder, then the vision tower over the decoder's bundled one."""
+        """Return the file of each component: the decoder's, then the vision tower's, which
+        overrides the tower in the decoder's file."""
         inside = None if self.decoder == self.root else self.decoder.name
         sources = [ComponentSource(str(self.root), inside, "bagel.")]
         if self.vision is not None:
@@ -87,7 +93,8 @@ class LanceLayout:
         return read_json(path) if path.exists() else {}
 
     def vision_config(self) -> dict[str, Any]:
-        """Return the tower's config: its folder's, else the decoder's, else the released one."""
+        """Return the tower's config: from its folder, from the decoder's, or by default the
+        released one."""
         if self.vision is not None and (self.vision / "config.json").exists():
             values = read_json(self.vision / "config.json")
             nested = values.get("vision_config")
@@ -96,7 +103,8 @@ class LanceLayout:
         return nested if isinstance(nested, dict) else {}
 
     def max_latent_frames(self) -> int:
-        """Return how many latent frames the stored position table covers; without weights, the released number."""
+        """Return the number of latent frames in the stored position table; without weights, the
+        released number."""
         released = DEFAULTS.max_num_video_latent_frames if self.video else 1
         if self.weights is None:
             return released
@@ -110,7 +118,8 @@ class LanceLayout:
         return max(1, shape[0] // cells)
 
     def vae_dims(self) -> tuple[int, int]:
-        """Return the autoencoder's first widths (encoder, decoder) from its file, else the released ones."""
+        """Return the autoencoder's first widths (encoder, decoder) from its file, or by default the
+        released ones."""
         if self.vae is None:
             return _BASE_DIM, _DECODER_BASE_DIM
         shapes = open_tensors(self.vae).shapes
@@ -120,7 +129,7 @@ class LanceLayout:
         return shapes[names[0]][0], shapes[names[1]][0] // 4
 
     def dtype(self) -> str:
-        """Return the stored type: the config's, else the weights'."""
+        """Return the stored dtype, from the config or from the weights."""
         stated = self.llm_config()
         for key in ("dtype", "torch_dtype"):
             if isinstance(stated.get(key), str):
@@ -131,10 +140,13 @@ class LanceLayout:
 
 
 def find_layout(path: Path) -> LanceLayout:
-    """Find the pieces below `path`, or beside it when `path` is one of the repository's folders.
+    """Locate the components in `path`, or next to it if `path` is one of the repository's folders.
 
-    A root that holds both decoders means the image decoder: name the folder to get the other one. Raises ValueError of
-    one line that names the pieces found and looked for.
+    A root with both decoders means the image decoder; pass the folder of the other one to select
+    it.
+
+    Raises:
+        ValueError: There is no decoder; one line with what was found and what was expected.
     """
     root, chosen = path, None
     if path.name in (IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER) and _first(path.parent, _VAE) is not None:
@@ -160,18 +172,21 @@ def find_layout(path: Path) -> LanceLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a Lance checkpoint. Cheap, never raises."""
+    """Return whether `path` is a Lance checkpoint. Cheap; never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
-        return (path / IMAGE_FOLDER).is_dir() or (path / VIDEO_FOLDER).is_dir()  # damaged: let `hf_config` say how
+        # a damaged checkpoint of this family: `hf_config` reports the details
+        return (path / IMAGE_FOLDER).is_dir() or (path / VIDEO_FOLDER).is_dir()
     return True
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no weight files.
+    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no
+    weight files.
 
-    Besides the keys vLLM reads: `lance` with `llm` and `vision` (configs as stored), `max_latent_frames`, `vae_dims`.
+    In addition to the keys that vLLM reads, `lance` holds `llm` and `vision` (configs as stored),
+    `max_latent_frames` and `vae_dims`.
     """
     layout = find_layout(path)
     llm, vision = layout.llm_config(), layout.vision_config()
@@ -195,7 +210,7 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def lance_config(stored: dict[str, Any]) -> LanceConfig:
-    """Return the architecture out of `hf_config(...)["lance"]`."""
+    """Return the architecture from `hf_config(...)["lance"]`."""
     return LanceConfig.from_checkpoint(stored["llm"], stored["vision"], max_latent_frames=stored["max_latent_frames"])
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a request's context into a cache: text, vision rows and clean reference latents, once, in order.
+"""Write a request's context into a K/V cache: text, vision embeddings and clean reference latents.
 
-Each segment's tokens see everything before them and, inside a visual block, each other; so the whole context goes
-through the decoder in one forward. Held by the golden files.
+A token attends to everything before it and, inside a visual block, to the whole block. The whole
+context therefore needs only one forward pass of the decoder.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,27 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PlacedSegment:
-    """A segment and its positions, int64 [3, length]."""
+    """A segment and its token positions."""
 
     segment: Segment
+    """The segment."""
     positions_3T: torch.Tensor
+    """int64 [3, length]."""
 
 
 @dataclass(frozen=True)
 class Visuals:
-    """Content of the visual blocks of a context. vit: decoder rows [n, D]. reference: clean latents, fp32 [n, 48]."""
+    """Content of the visual blocks of a context."""
 
     vit: torch.Tensor | None = None
+    """Vision embeddings in the decoder's width, [n, D]."""
     reference: torch.Tensor | None = None
+    """Clean latents, fp32 [n, 48]."""
 
 
 class ContextWriter:
-    """Adds contexts to a forward. markers: ids of the block start and end tokens."""
+    """Adds contexts to a forward pass. `markers` are the ids of the start and end tokens of a
+    block."""
 
     def __init__(self, network: LanceNetwork, markers: tuple[int, int]) -> None:
         self.network = network
@@ -49,7 +54,7 @@ class ContextWriter:
         return self.network.language_model.embed(torch.tensor(ids, dtype=torch.int64, device=self.device))
 
     def markers(self) -> torch.Tensor:
-        """Return the embeddings of a block's start and end, [2, D]."""
+        """Return the embeddings of a block's start and end token, [2, D]."""
         if self._markers is None or self._markers.device != self.device:
             self._markers = torch.tensor(self._marker_ids, dtype=torch.int64, device=self.device)
         return self.network.language_model.embed(self._markers)
@@ -64,13 +69,14 @@ class ContextWriter:
         return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
 
     def position_rows(self, grid: tuple[int, int, int]) -> torch.Tensor:
-        """Return the latent position rows of a grid, [n, D], in the model's type."""
+        """Return the latent position embeddings of a grid, [n, D], in the model's dtype."""
         return self.network.latent_pos_embed.rows(*grid, self.device, self.network.language_model.dtype)
 
     def add(
         self, builder: PackBuilder, cache: BranchCache, context: Sequence[PlacedSegment], visuals: Visuals
     ) -> slice | None:
-        """Append `context` to `cache`; returns where the last text run lies among the `und` tokens."""
+        """Append `context` to `cache`; return the range of the last text run among the `und`
+        tokens."""
         last = None
         for placed in context:
             segment = placed.segment
@@ -99,7 +105,8 @@ class ContextWriter:
         return last
 
     def seen(self, cache: BranchCache) -> torch.Tensor:
-        """How much a block sees of its finished context and of itself, as `Pack.seen` has it."""
+        """Return how much of its finished context and of itself a block sees, in the form of
+        `Pack.seen`."""
         return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
 
     def add_block(
@@ -110,7 +117,8 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         seen: torch.Tensor,
     ) -> slice:
-        """Add the block that is drawn, in front of the context; returns its `gen` tokens. seen: `self.seen(cache)`."""
+        """Add the generated block before the context; return its `gen` tokens. `seen` is
+        `self.seen(cache)`."""
         assert cache.block == 2 + latents_ND.shape[0]
         markers, cells = self._add_latents(builder, cache, latents_ND, rope, 0)
         builder.attend_to_block("und", markers, cache, seen)
@@ -120,7 +128,8 @@ class ContextWriter:
     def _add_latents(
         self, builder: PackBuilder, cache: BranchCache, latents_ND: torch.Tensor, rope: tuple[Rope, Rope], start: int
     ) -> tuple[slice, slice]:
-        """Add a latent block to be kept from slot `start` on; returns its `und` and `gen` tokens."""
+        """Add a latent block that stays in the cache from slot `start` on; return its `und` and
+        `gen` tokens."""
         markers = builder.add("und", self.markers(), rope[0], cache, start)
         return markers, builder.add("gen", latents_ND, rope[1], cache, start + 2)
 

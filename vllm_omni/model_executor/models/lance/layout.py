@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request as a packed sequence of segments: token ids, attention modes, and 3-D positions.
+"""A request as a packed sequence of segments: token ids, attention modes, and 3-D positions.
 
-A sequence is text runs and visual blocks; a block is a start marker, one token per grid cell in (t, h, w) order, and
-an end marker. Attention is causal in text and bidirectional inside a block; a `noise` block is seen by nobody else.
+A sequence consists of text runs and visual blocks. A block is a start marker, one token per grid
+cell in (t, h, w) order, and an end marker. Attention is causal in text and bidirectional inside a
+block. No other segment attends to a `noise` block.
 
-Positions (time, height, width) come from a running counter P: text of n tokens takes P .. P+n-1 on all axes; a block
-with grid (T, h, w) takes (P, P, P) for its start, (P+1+2t, P+1+i, P+1+j) for its cells and one past the largest for its
-end. Sequences with a reference are re-anchored: vision blocks start at time 1000, and a target whose grid equals the
-reference's takes over the reference's positions.
-Held by the golden files (`vllm_omni.testing.parity.lance`) and tests/model_executor/models/lance/test_lance_layout.py.
+Positions (time, height, width) come from a running counter P. Text of n tokens takes P .. P+n-1 on
+all axes. A block with grid (T, h, w) takes (P, P, P) for its start, (P+1+2t, P+1+i, P+1+j) for its
+cells and one more than the largest for its end. Sequences with a reference are re-anchored: vision
+blocks start at time 1000, and a target with the reference's grid takes the reference's positions.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,16 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """ids: a text run's tokens. grid: a block's (T, h, w) in decoder tokens. user: this run is the user's text."""
+    """A text run or a visual block."""
 
     kind: Kind
+    """Kind of the segment."""
     ids: tuple[int, ...] = ()
+    """Token ids of a text run."""
     grid: Grid = (0, 0, 0)
+    """(T, h, w) of a block, in decoder tokens."""
     user: bool = False
+    """Whether this run is the user's text."""
 
     @property
     def num_cells(self) -> int:
@@ -56,7 +60,7 @@ class Segment:
 
 
 def raw_positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
-    """Return each segment's positions, int64 [3, length], by the counter rule alone."""
+    """Return each segment's positions, int64 [3, length], by the counter alone."""
     counter, result = 0, []
     for segment in segments:
         if segment.kind == "text":
@@ -72,7 +76,8 @@ def raw_positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
 def positions(segments: Sequence[Segment], *, anchor_vit: bool | None = None) -> list[torch.Tensor]:
     """Return each segment's final positions, int64 [3, length].
 
-    anchor_vit: start vision blocks at time 1000; None = exactly when the sequence has a reference block.
+    `anchor_vit` starts vision blocks at time 1000. None: exactly if the sequence has a reference
+    block.
     """
     placed = raw_positions(segments)
     reference = next((index for index, segment in enumerate(segments) if segment.kind == "reference"), None)
@@ -88,7 +93,8 @@ def positions(segments: Sequence[Segment], *, anchor_vit: bool | None = None) ->
 
 
 def block_positions(start: int, grid: Grid) -> torch.Tensor:
-    """Return a visual block's positions, int64 [3, length], markers included, if its start marker stands at `start`."""
+    """Return a visual block's positions, int64 [3, length], including markers, for a start marker
+    at `start`."""
     frames, height, width = grid
     first = start + 1
     cells = torch.stack(
@@ -106,10 +112,11 @@ def block_positions(start: int, grid: Grid) -> torch.Tensor:
 def rope_tables(
     positions_3T: torch.Tensor, head_dim: int, sections: tuple[int, int, int], theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]: frequency m turns with the axis that owns it.
+    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]; each frequency rotates by the axis that owns
+    it.
 
-    The first `sections[0]` frequencies follow time, the next height, the last width; equal positions on all axes give
-    ordinary rotary embedding. Angles are computed in fp64.
+    The first `sections[0]` frequencies belong to time, the next to height, the last to width. Equal
+    positions on all axes give ordinary rotary embedding. Angles are computed in fp64.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

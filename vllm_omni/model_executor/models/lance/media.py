@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and clips of any size -> the sizes the model was trained on, on the model's device.
+"""Resize images and clips of any size to the sizes that the model was trained on, on the model's
+device.
 
-A picture goes to the nearest of six aspect ratios (a "bucket") of a preset's area: centre-cropped to the ratio,
-resized with antialiased bicubic filtering, and for the vision tower cropped to whole patches. Qwen2-VL's resize, an
-alternative for clips that are read, is transformers'.
-Held by tests/model_executor/models/lance/test_lance_media.py.
+An image goes to the nearest of six aspect ratios (a "bucket") with a preset's area: center-cropped
+to the ratio, resized with antialiased bicubic filtering, and for the vision tower cropped to whole
+patches. The alternative for input clips, Qwen2-VL's resize, comes from transformers.
 """
 
 # T frames, H height, W width; sizes are (height, width) in pixels
@@ -29,10 +29,12 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class Preset:
-    """Side of the square whose area a bucket has, for the latent encoder and for the vision tower."""
+    """Sides of the squares with the area of a bucket, in pixels."""
 
     vae: int
+    """For the latent encoder, in pixels."""
     vit: int
+    """For the vision tower, in pixels."""
 
 
 PRESETS = {
@@ -103,7 +105,7 @@ def _resize(frames_TCHW: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
-    """uint8 frames -> fp32 pixels [3, T, *size] in [-1, 1]."""
+    """Convert uint8 frames to fp32 pixels [3, T, *size] in [-1, 1]."""
     return fit(frames_THWC, size) / 127.5 - 1
 
 
@@ -126,7 +128,8 @@ def for_vit(frames_THWC: torch.Tensor, preset: Preset | None) -> torch.Tensor:
 @cache
 def smart_limits() -> tuple[int, int]:
     """Return the fewest and the most pixels of a frame that Qwen2-VL's video processor resizes to."""
-    from transformers import Qwen2VLVideoProcessor  # the command line, which asks for buckets only, starts without it
+    # imported lazily, because the command line uses only buckets
+    from transformers import Qwen2VLVideoProcessor
 
     return Qwen2VLVideoProcessor.size["shortest_edge"], Qwen2VLVideoProcessor.size["longest_edge"]
 
@@ -152,6 +155,6 @@ def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
     if count % FRAMES_PER_LATENT == 0:
         kept -= FRAMES_PER_LATENT
     kept = max(1, min(kept, num_frames))
-    if fps is None:  # nothing to resample: the first frames as they are
+    if fps is None:  # nothing to resample: the first frames are used
         return torch.arange(min(kept, num_frames))
     return torch.linspace(0, num_frames - 1, kept, dtype=torch.float64).long()

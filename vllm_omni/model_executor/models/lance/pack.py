@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward's work: tokens of many requests in two contiguous lists, and who attends to which cache.
+"""The work of one forward pass: tokens of many requests in two contiguous lists, and the caches
+they attend to.
 
-The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). Each expert's tokens of all requests lie
-side by side, so that every matrix product runs once. Attention is a list of small jobs: a contiguous run of one
-expert's queries against the first slots of one cache, or of its context. Within a bidirectional block the order of keys
-does not matter, so the block that is drawn lies in front of its context: where it is written and read depends on no
-prompt, and one CUDA graph serves drawings of every prompt.
+The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). The tokens of each
+expert are contiguous over all requests, so that every matrix product runs once. Attention is a list
+of small jobs: a contiguous run of one expert's queries against the first slots of one cache, or of
+its context. Inside a bidirectional block the order of keys does not matter, so the generated block
+is stored before its context. Its address then does not depend on the prompt, and one CUDA graph
+serves all prompts.
 """
 
 # T tokens, D width, C rotary lanes
@@ -19,30 +21,33 @@ import torch
 Expert = Literal["und", "gen"]
 
 _CAPACITY_STEP = 128
-"""Most prompts and their template have fewer tokens."""
+"""Minimum capacity in tokens; most prompts with their template are shorter."""
 
 
 @dataclass(eq=False)
 class BranchCache:
-    """Keys and values of one context on this rank, and room in front of it for the block that is being denoised.
+    """K/V cache of one context on this rank.
 
-    k, v: [L, block + capacity, K, H]. block: slots of that room; a denoise step writes there alone. length: tokens of
-    the context so far.
+    Space before the context holds the block that is being denoised.
     """
 
     k: torch.Tensor
+    """Keys, [L, block + capacity, K, H]."""
     v: torch.Tensor
+    """Values, of the same shape."""
     length: int = 0
+    """Tokens in the context so far."""
     block: int = 0
+    """Slots before the context. A denoise step writes only there."""
 
     @property
     def capacity(self) -> int:
-        """Tokens that the context may have."""
+        """Maximum tokens of the context."""
         return self.k.shape[1] - self.block
 
     @property
     def end(self) -> int:
-        """The slot behind the context."""
+        """The slot after the context."""
         return self.block + self.length
 
     @property
@@ -51,17 +56,18 @@ class BranchCache:
 
     @property
     def sizes(self) -> Hashable:
-        """Equal for caches that can stand for each other (`KeptMemory`)."""
+        """Equal for interchangeable caches (`KeptMemory`)."""
         return self.k.shape, self.k.dtype, self.k.device, self.block
 
     def clear(self) -> None:
-        """Make it as a new one: kernels may read slots that nobody has written, if not use them."""
+        """Reset to the state of a new cache, because kernels may read (but not use) slots that were
+        never written."""
         self.k.zero_()
         self.v.zero_()
         self.length = 0
 
     def copy_context(self, other: "BranchCache", length: int) -> None:
-        """Take over the first `length` tokens of another cache's context."""
+        """Copy the first `length` tokens of another cache's context."""
         own, others = slice(self.block, self.block + length), slice(other.block, other.block + length)
         self.k[:, own] = other.k[:, others]
         self.v[:, own] = other.v[:, others]
@@ -76,7 +82,7 @@ class BranchCache:
 
 
 def padded_capacity(tokens: int) -> int:
-    """Room for a context of so many tokens, such that drawings of other prompts can take the cache after it."""
+    """Round a context length up, so that requests with other prompts can reuse the cache."""
     return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
@@ -85,23 +91,29 @@ class Store:
     """Write the keys and values of `tokens` into `cache` from slot `start` on."""
 
     expert: Expert
+    """Expert of the tokens."""
     tokens: slice
+    """Range among the expert's tokens."""
     cache: BranchCache
+    """Cache to write to."""
     start: int
+    """First slot."""
 
 
 @dataclass(frozen=True)
 class Attend:
-    """Let `tokens` attend. keys: to so many first tokens of the context; None = to the block and all of the context.
-
-    causal: the last query sees all of the keys, the one before one less.
-    """
+    """Attention of `tokens` to a cache."""
 
     expert: Expert
+    """Expert of the tokens."""
     tokens: slice
+    """Range among the expert's tokens."""
     cache: BranchCache
+    """Cache to attend to."""
     keys: int | None
+    """Number of leading context tokens to attend to. None: the block and the whole context."""
     causal: bool = False
+    """Whether the last query sees all keys, the one before it one less, and so on."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from vllm_omni.model_executor.models.lance.layout import Grid, Segment
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 VISION_PAD = "<|video_pad|>"
-"""The placeholder of every visual token, of images too."""
+"""Placeholder of every visual token, also of images."""
 SPECIAL_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, VISION_PAD)
 
 _DRAW_IMAGE = (
@@ -87,7 +87,7 @@ class Prompt:
 
 
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
-    """Return a task's own system prompt, with the apostrophes of edits as served."""
+    """Return a task's default system prompt, with the apostrophes of edits as configured."""
     prompt = SYSTEM_PROMPTS[task]
     return prompt if served.choices.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
 
@@ -145,7 +145,8 @@ def build_prompt(
 def _conversation(
     opening: Sequence[int], turns: Sequence[Turn], tokens: PromptTokens, vit: Grid | None, picture_turn: int
 ) -> Prompt:
-    """Several turns, each as the template writes a single one; the picture before the text of its turn."""
+    """Return the tokens of several messages, each in the template; the image precedes the text of
+    its message."""
     segments, ids = [], list(opening)
     for number, turn in enumerate(turns):
         ids += tokens.encode_template(f"{IM_END}\n{IM_START}{turn.role}\n")
@@ -162,14 +163,16 @@ def _text(ids: Sequence[int], user: bool = False) -> Segment:
 
 
 class LanceTokenizer:
-    """A checkpoint's `tokenizer.json`, read directly: the image checkpoint ships no `tokenizer_config.json`."""
+    """A checkpoint's `tokenizer.json`, read directly, because the image checkpoint has no
+    `tokenizer_config.json`."""
 
     def __init__(self, path: Path, special: Mapping[str, int], vocab_size: int) -> None:
         try:
             self._template, self._user = Tokenizer.from_file(str(path)), Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        except Exception as error:  # the library raises bare Exception for all errors in the file
             raise ValueError(f"{path} cannot be read as a tokenizer; download it again") from error
-        self._user.encode_special_tokens = True  # special tokens' names in a user's text are text
+        # names of special tokens in a user's text are plain text
+        self._user.encode_special_tokens = True
         self.ids: dict[str, int] = {}
         for token in SPECIAL_TOKENS:
             found = self._template.token_to_id(token)
@@ -190,6 +193,6 @@ class LanceTokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of generated ids, special tokens left out."""
+        """Return the text of generated ids without special tokens."""
         text: str = self._template.decode(list(ids), skip_special_tokens=True)
         return text

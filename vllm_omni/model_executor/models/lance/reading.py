@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Reading`: an answer about an image or a clip while it is decoded, token by token.
+"""`Reading`: the token-by-token decode of an understanding request about an image or a clip.
 
-The prompt is written in one forward whose last row (the newline behind `assistant`) gives the first token; each later
-forward feeds the newest token. Tokens are chosen on the device; the host looks once per engine step. Only `settle`
-changes a later step's inputs, so a step that failed may simply be run again.
-Held by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
+The prompt is written in one forward pass, and its last position (the newline after `assistant`)
+gives the first token. Each later pass takes the newest token. Tokens are sampled on the device; the
+host reads them once per engine step. Only `settle` changes the inputs of a later step, so a failed
+step can be run again.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,19 +50,19 @@ class ReadingProgress:
     sent: int = 0
 
     def text(self, decode: Decode, rules: AnswerRules) -> str:
-        """Return the answer so far, cut before a stop text, without characters that may still change."""
+        """Return the text so far, cut before a stop text, without characters that may still change."""
         text = decode([token for token in self.tokens if token != rules.end_token])
         found = [place for stop in rules.stop if (place := text.find(stop)) >= 0]
         if found:
             return text[: min(found)]
         if self.finish_reason is None:
-            text = text.rstrip("\ufffd")  # a character whose bytes have not all come
+            text = text.rstrip("\ufffd")  # a character with incomplete bytes
             held = max((len(stop) - 1 for stop in rules.stop), default=0)
             return text[: max(self.sent, len(text) - held)]
         return text
 
     def new_text(self, decode: Decode, rules: AnswerRules) -> str:
-        """Return the characters of `text` that are not sent yet."""
+        """Return the characters of `text` that were not sent yet."""
         return self.text(decode, rules)[self.sent :]
 
 
@@ -92,16 +92,16 @@ class Reading:
 
     @property
     def wanted(self) -> int:
-        """Tokens this chunk may still decode, after the pending ones."""
+        """Return how many tokens this chunk may still decode after the pending ones."""
         decoded = len(self.progress.tokens) + len(self._pending)
         return min(self.chunk_tokens - (decoded - self.first_token), self.rules.max_tokens - decoded)
 
     def begin(self) -> None:
-        """Start a step (again)."""
+        """Start or restart a step."""
         self._live, self._pending = self.progress, []
 
     def add(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the prompt, or the newest token."""
+        """Add the prompt or the newest token to the forward pass."""
         live = self._live
         self.cache.length = live.length
         if live.length == 0:
@@ -119,7 +119,7 @@ class Reading:
         self.row = last.stop - 1
 
     def choose(self, logits_V: torch.Tensor) -> None:
-        """Choose the next token from this request's logits; the host does not wait for it."""
+        """Sample the next token from this request's logits, without host synchronisation."""
         number = len(self.progress.tokens) + len(self._pending)
         draw = torch.rand(1, generator=torch.Generator().manual_seed(noise_seed(self.rules.seed, 0, number)))
         token = self.rules.choice.choose(logits_V, draw.to(logits_V.device, non_blocking=True))
@@ -128,7 +128,8 @@ class Reading:
         self._live = replace(self._live, newest=token)
 
     def settle(self, decode: Decode) -> None:
-        """Bring the step's tokens to the host and see whether the answer has ended. Waits for the device."""
+        """Copy the step's tokens to the host and check for the end of the text. Synchronises with
+        the device."""
         tokens = [*self.progress.tokens, *torch.cat(self._pending).tolist()]
         reason = None
         if self.rules.end_token in tokens:
@@ -143,5 +144,5 @@ class Reading:
 
     @property
     def done(self) -> bool:
-        """Whether this chunk has nothing more to decode."""
+        """Return whether this chunk has no more tokens to decode."""
         return self.progress.finish_reason is not None or self.wanted <= 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maths between two forwards: flow-matching steps, guidance with renormalisation, and choosing the next token.
+"""The maths between two forward passes: flow-matching steps, renormalised guidance, and token
+sampling.
 
-Nothing here waits for the device. Held by the golden files and
-tests/model_executor/models/lance/test_lance_sampling.py.
+Nothing here synchronises with the device.
 """
 
 # N latent tokens, C channels, V vocabulary
@@ -22,18 +22,22 @@ def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance of one drawing. It acts on steps with low < t <= high, if a scale is above 1.
+    """Classifier-free guidance of one generated image or video.
 
-    scale: against the context without the user's text. image_scale: of an edit, against the context without the picture
-    or clip. renorm: `global` limits the guided velocity to the conditional one's norm over all tokens and channels,
-    `channel` per token, `none` not at all. renorm_min: the smallest factor.
+    It applies to steps with low < t <= high if a scale is above 1.
     """
 
     scale: float
+    """Scale against the context without the user's text."""
     interval: tuple[float, float]
+    """(low, high), in [0, 1]."""
     renorm: str
+    """`global` limits the guided velocity to the conditional one's norm over all tokens and
+    channels, `channel` per token, `none` not at all."""
     renorm_min: float
+    """The smallest factor of the renormalisation."""
     image_scale: float = 1.0
+    """Scale of an edit against the context without the image or clip."""
 
     @property
     def guides_text(self) -> bool:
@@ -81,10 +85,12 @@ class Guidance:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """temperature 0 = the likeliest token; otherwise a draw from the likeliest tokens that together reach `top_p`."""
+    """How the next token is sampled."""
 
     temperature: float
+    """0: the most likely token."""
     top_p: float
+    """Sample from the most likely tokens whose probabilities add up to this."""
 
     def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return the next token's id, int64 [1] on the device. uniform: one number in [0, 1) on the device."""
@@ -92,7 +98,8 @@ class TokenChoice:
             return logits_V.argmax(dim=-1, keepdim=True)
         probabilities, ids = torch.softmax(logits_V / self.temperature, dim=-1).sort(descending=True)
         before = probabilities.cumsum(-1) - probabilities
-        kept = torch.where(before < self.top_p, probabilities, 0.0)  # the first is always kept
+        # the most likely token always remains
+        kept = torch.where(before < self.top_p, probabilities, 0.0)
         reached = kept.cumsum(-1)
         index = (reached <= uniform * reached[-1]).sum(dim=0, keepdim=True).clamp(max=len(ids) - 1)
         return ids.gather(0, index)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latent grid of a drawing: the requested one, the server's default, or a reference's bucket.
+"""The latent grid of a generated image or video: the requested size, the server's default, or a
+reference's bucket.
 
 A size beyond the position table or the server's limits is refused with the allowed ones.
-Held by tests/model_executor/models/lance/test_lance_request.py.
 """
 
 import math
@@ -30,7 +30,8 @@ from vllm_omni.outputs import RequestFailed
 
 
 def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions) -> Grid:
-    """Return the latent grid of a drawing without a reference. Raises `RequestFailed("unsupported_size", ...)`."""
+    """Return the latent grid of a request without a reference. Raises
+    `RequestFailed("unsupported_size", ...)`."""
     video = task in VIDEO_TASKS
     height, width = default_size(video, served)
     height = height if params.height is None else params.height
@@ -55,7 +56,7 @@ def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, serve
 
 
 def default_size(video: bool, served: LanceOptions) -> Size:
-    """The released default, or the largest square that this server allows."""
+    """Return the released default, or the largest square that this server allows."""
     size, limit = (
         (DEFAULTS.video_size, served.max_video_pixels) if video else (DEFAULTS.image_size, served.max_image_pixels)
     )
@@ -76,7 +77,7 @@ def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int)
 
 
 def reference_grid(shape: tuple[int, ...], preset: Preset, config: LanceConfig) -> Grid:
-    """Return the latent grid of a reference [T, H, W, 3]: its nearest bucket."""
+    """Return the latent grid of a reference [T, H, W, 3]: that of its nearest bucket."""
     sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
     height, width = sizes[nearest_bucket((shape[1], shape[2]), sizes)]
     return 1 + (shape[0] - 1) // FRAMES_PER_LATENT, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT

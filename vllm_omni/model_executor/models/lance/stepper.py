@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Stepper`: one engine step of a mixed batch, drawings and readings through the same forwards.
+"""`Stepper`: one engine step of a mixed batch of image generation and understanding requests.
 
-    forward 1    contexts of new drawings, blocks of running ones; prompts of new readings, newest tokens of others
-    forward 2    the own part of new unconditional contexts
-    forward 3..  further tokens of readings, if a step decodes several
+    pass 1    contexts of new generations, blocks of running ones; prompts of new understanding
+    requests, tokens of others
+    pass 2    the separate part of new unconditional contexts
+    pass 3..  further tokens of understanding requests, if a step decodes several
 
-Every matrix product of a forward serves all of them. A step of drawings alone, all running, is the same for every
-denoise step but for its inputs: it may come as a CUDA graph, which later drawings in the same caches find again. Knows
-no request and no session.
-Held by tests/model_executor/models/lance/test_lance_pipeline.py.
+Every matrix product of a pass serves all requests. A step with only running generations differs
+between denoise steps only in its inputs. It can be a CUDA graph, which later requests with the same
+caches reuse.
 """
 
 from collections.abc import Sequence
@@ -44,9 +44,11 @@ class Stepper:
         self.graphs = graphs
 
     def step(self, drawings: Sequence[Drawing], readings: Sequence[Reading], tokens_per_step: int = 1) -> None:
-        """Compute every drawing's velocities (or context) and up to `tokens_per_step` tokens of every reading.
+        """Compute the velocities (or context) of every generation, and up to `tokens_per_step`
+        tokens of each understanding request.
 
-        Nothing moves on before `Drawing.advance` and `Reading.settle`: after an exception the step can be run again.
+        No state changes before `Drawing.advance` and `Reading.settle`, so the step can be run again
+        after an exception.
         """
         for reading in readings:
             reading.begin()
@@ -60,7 +62,7 @@ class Stepper:
                 drawing.add_context(self.writer, builder)
         for reading in readings:
             reading.add(self.writer, builder)
-        if builder.empty:  # no step of this one is computed
+        if builder.empty:  # no step of this one needs the network
             return
         hidden: dict[Expert, torch.Tensor]
         hidden = self._run(builder) if fresh or readings else {"gen": self._denoise(builder.build())}

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses sequence parallelism for latents: each rank has all weights and a part of the `gen` tokens.
+"""Ulysses sequence parallelism for latents: each rank has all weights and a part of the `gen`
+tokens.
 
-Contexts are short and latents of a long video are many, so `und` tokens are computed on every rank and `gen` tokens are
-split. Around attention every rank has its heads of all tokens: `gen` tokens are traded for heads (all-to-all), of `und`
-tokens a rank takes its heads and gets the others' results back (all-gather). Caches hold a rank's heads only. Without
-sequence parallelism everything here is the identity.
-Held by tests/model_executor/models/lance/test_lance_parallel.py.
+Contexts are short, but a long video has many latents. `und` tokens are therefore computed on every
+rank, and `gen` tokens are sharded. For attention every rank has its heads of all tokens. An
+all-to-all reshards `gen` tokens to heads and back. For `und` tokens a rank selects its heads, and
+an all-gather returns the results of the others. Caches hold only this rank's heads. Without
+sequence parallelism, everything here is the identity.
 """
 
-# T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this rank's part
+# T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this
+# rank's part
 
 from dataclasses import dataclass
 
@@ -25,12 +27,16 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadShare:
-    """One rank's query heads and the key/value heads that they read: how many, and the first of each."""
+    """The query heads of one rank and the K/V heads that they use."""
 
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of K/V heads."""
     first_head: int
+    """First query head."""
     first_kv_head: int
+    """First K/V head."""
 
     @property
     def kv(self) -> slice:
@@ -49,7 +55,8 @@ def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
 
 
 class TokenSplit:
-    """Raises ValueError if heads do not divide over the sequence-parallel ranks."""
+    """Resharding between tokens and heads. Raises ValueError if heads do not divide over the
+    sequence-parallel ranks."""
 
     def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -70,7 +77,7 @@ class TokenSplit:
 
     @property
     def num_cache_heads(self) -> int:
-        """Key/value heads in this rank's caches."""
+        """K/V heads in this rank's caches."""
         return self._kv_heads
 
     def own(self, pack: Pack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
@@ -114,7 +121,7 @@ class TokenSplit:
         return torch.cat(parts, dim=1)
 
     def join(self, expert: Expert, rows_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return the rows of all tokens on every rank."""
+        """All-gather the hidden states of all tokens on every rank."""
         if not self.active or expert == "und":
             return rows_tD
         return self._parallel.gather_tokens(rows_tD.unsqueeze(0), num_tokens)[0]

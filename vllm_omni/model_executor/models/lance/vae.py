@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanceWanVAE`: the Wan 2.2 autoencoder (48 channels, 16x16x4) for single images and whole clips.
 
-The network is diffusers' `AutoencoderKLWan`; this file owns its architecture, the names of Wan's own file, and
-normalisation. Latents are normalised, fp32 and in the order [B, C, T, h, w] at both doors; T latent frames stand for
-4 T - 3 video frames. Held by the golden files and tests/model_executor/models/lance/test_lance_parity.py.
+The network is diffusers' `AutoencoderKLWan`. This module owns its architecture, the names in Wan's
+own file, and normalisation. Input and output latents are normalised fp32 [B, C, T, h, w]. T latent
+frames stand for 4 T - 3 video frames.
 """
 
 # B clips, C channels, T frames, H height, W width
@@ -89,7 +89,8 @@ class LanceVAEConfig:
 
 
 class LanceWanVAE(nn.Module):
-    """See the module docstring. `dtype`: of weights and activations."""
+    """The Wan 2.2 autoencoder; see the module docstring. `dtype` is that of weights and
+    activations."""
 
     z_channels = LATENT_CHANNELS
 
@@ -144,7 +145,8 @@ class LanceWanVAE(nn.Module):
         return pixels
 
     def _decode_picture(self, raw_BC1hw: torch.Tensor) -> torch.Tensor:
-        """As diffusers' `decode` of one latent frame, but no layer remembers its input for a next one."""
+        """Decode as diffusers does for one latent frame, but without caching layer inputs for a
+        next one."""
         cells = self.vae.decoder(self.vae.post_quant_conv(raw_BC1hw), first_chunk=True)
         return unpatchify(cells, self.vae.config.patch_size).clamp(-1.0, 1.0)
 

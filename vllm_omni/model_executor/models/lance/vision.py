@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Qwen2.5-VL vision tower: pixels -> patches -> decoder rows. The network is transformers'.
-
-Held by the golden files and tests/model_executor/models/lance/test_lance_parity.py.
-"""
+"""The Qwen2.5-VL vision tower: pixels -> patches -> embeddings in the decoder's width. The network
+is transformers'."""
 
 from typing import Any
 
@@ -18,7 +16,8 @@ _PATCH, _MERGE, _FRAMES = 14, 2, 2
 
 
 class VisionTower(nn.Module):
-    """`tower` holds the parameters under their checkpoint names (`patch_embed.*`, `blocks.*`, `merger.*`)."""
+    """The vision tower, with parameters under their checkpoint names (`patch_embed.*`, `blocks.*`,
+    `merger.*`)."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -30,7 +29,7 @@ class VisionTower(nn.Module):
 
     @torch.no_grad()
     def forward(self, patches: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
-        """Patches [T * h * w, 1176] of one image or clip, grid in patches -> rows [T * h * w / 4, D]."""
+        """Encode patches [T * h * w, 1176] of one image or clip to embeddings [T * h * w / 4, D]."""
         weight = self.tower.patch_embed.proj.weight
         grid = torch.tensor([grid_thw], device=weight.device)
         rows: torch.Tensor = self.tower(patches.to(weight.device, weight.dtype), grid).pooler_output
@@ -55,5 +54,5 @@ def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
 
 
 def decoder_grid(grid_thw: Grid) -> Grid:
-    """Grid in patches -> grid in decoder rows (after the 2x2 merge)."""
+    """Convert a grid in patches to a grid in embeddings (after the 2x2 merge)."""
     return grid_thw[0], grid_thw[1] // _MERGE, grid_thw[2] // _MERGE

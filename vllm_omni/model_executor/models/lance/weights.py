@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names of Lance checkpoints, as tables, and their strict loading.
+"""Tensor tables of Lance checkpoints, and their strict loading.
 
-`model.safetensors` holds the decoder and the latent bridge (1021 tensors when released); the video checkpoint's holds
-the vision tower as well (390 more, `vit_model.*`). Knows nothing of folders; `checkpoint.py` finds the files.
-Held by tests/model_executor/models/lance/test_lance_weights.py.
+`model.safetensors` holds the decoder and the latent bridge (1021 tensors in the release). The video
+checkpoint's also holds the vision tower (390 more, `vit_model.*`). `checkpoint.py` locates the
+files.
 """
 
 import logging
@@ -108,7 +108,8 @@ def bundles_vision(source: TensorSource) -> bool:
 
 
 def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfig) -> None:
-    """Load the decoder, or this rank's part of it; a bundled vision tower is checked and left alone."""
+    """Load the decoder, or this rank's part of it; a vision tower in the same file is only
+    validated."""
     expected = network_shapes(config)
     if bundles_vision(source):
         expected |= {f"{BUNDLED_VISION}{name}": shape for name, shape in vision_shapes(config.vision).items()}
@@ -116,7 +117,8 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
 
 
 def adapter_target(network: LanceNetwork, config: LanceConfig) -> AdapterTarget:
-    """The decoder and the latent bridge as LoRA adapters see them; both may be called by the decoder's names alone."""
+    """Return the decoder and the latent bridge as targets of LoRA adapters, both under the
+    decoder's name."""
     return AdapterTarget(
         network,
         network_shapes(config),

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From poses or held keys to the camera map the transformer is conditioned on.
+"""Convert camera poses or held keys to the camera map that conditions the transformer.
 
-A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward). The network is told how the camera moved
-from one latent frame to the next: frame-to-frame poses, translations divided by a scale, turned into a ray per pixel
-(origin and unit direction). Chunks are computed in fp64 and rounded once to fp32. Maths: Robbyant/lingbot-world
-@ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
+A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward). The condition is the
+camera's motion from one latent frame to the next: relative poses with translations divided by a
+scale, converted to a ray per pixel (origin and unit direction). Chunks are computed in fp64 and
+rounded once to fp32. Maths: Robbyant/lingbot-world @ a43bec7, wan/utils/cam_utils.py and
+wasd_ijkl_to_c2ws.py.
 
 Two conventions differ in the reference of a chunk's first frame and in the scale:
 
-- interactive: the previous chunk's last pose, so every frame's action takes effect; a constant unit of translation;
-- trajectory: nothing (the clip's first frame stands still); the clip's largest translation.
+- interactive: the reference is the previous chunk's last pose, so every frame's action takes
+  effect; the scale is constant.
+- trajectory: there is no reference (the clip's first frame stands still); the scale is the clip's
+  largest translation.
 
-`request.py` puts them together as the server's options say.
-
-Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py and test_lingbot_camera_choices.py.
+`request.py` combines them according to the server's options.
 """
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
@@ -35,7 +36,7 @@ from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.movement import Motion, inverse_poses, move_cameras, pitch_of
 
 MOVE_UNIT = 0.05
-"""Translation of one latent frame with a movement key held."""
+"""Translation per latent frame while a movement key is held."""
 _STEPS, _DEGREES = 8.0, 90.0
 
 
@@ -56,9 +57,10 @@ ACTION_SPACE = msgspec.structs.replace(
         _look_axis("look", "up", "degrees", kind="motion", mouse="y", scale=-0.12),
     ),
 )
-"""The eight keys and their analog forms, which add up; a movement key is one step, a look key six or four degrees."""
+"""The eight keys and their analog equivalents, which add up. A movement key is one step, a look key
+six or four degrees."""
 FLAG_KEYS = "wasd"
-"""The keys that an `act` model is told, in the order of its channels."""
+"""The keys that condition an `act` model, in the order of its channels."""
 
 _LARGEST = 1e6
 _FOCAL_RANGE = (1.0, 1e6)
@@ -68,21 +70,21 @@ _LAST_ROW_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class WorldStart:
-    """What ties a session's poses to the world. world_44: the start image's pose, fp64, metres. first_44: the session's
-    pose of that image, in the client's units.
-    """
+    """The relation of a session's poses to the world's coordinates."""
 
     world_44: torch.Tensor
+    """World pose of the start image, fp64, metres."""
     first_44: torch.Tensor
+    """The session's pose of the start image, in the client's units."""
 
     def world_poses(self, poses_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
-        """Return the world poses of a session's poses, fp64 metres."""
+        """Convert a session's poses to world poses, fp64 metres."""
         from_first = inverse_poses(self.first_44[None]) @ poses_F44
         from_first[:, :3, 3] *= metres_per_unit
         return self.world_44 @ from_first
 
     def session_poses(self, world_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
-        """The inverse of `world_poses`."""
+        """Convert world poses to the session's poses."""
         from_first = inverse_poses(self.world_44[None]) @ world_F44
         from_first[:, :3, 3] /= metres_per_unit
         return self.first_44 @ from_first
@@ -90,16 +92,16 @@ class WorldStart:
 
 @dataclass(frozen=True)
 class CameraTail:
-    """Where the camera is: the last pose of a session, and the pitch that look keys have accumulated.
-
-    largest_step: the longest way from one latent frame to the next so far. start: where the session began in the
-    world's coordinates; None = unknown.
-    """
+    """State of the camera at the end of a chunk."""
 
     pose_44: torch.Tensor
+    """The session's last pose."""
     pitch_degrees: float
+    """Pitch accumulated by look keys, in degrees."""
     largest_step: float = 0.0
+    """Longest translation between consecutive latent frames so far."""
     start: "WorldStart | None" = None
+    """The session's start in the world's coordinates. None: unknown."""
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
         """Return this tail with the longest way of `before` and of a chunk's poses, not yet scaled."""
@@ -187,12 +189,12 @@ def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionRows
 
 
 def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
-    """Return one string of held keys per frame, sorted. Raises as `read_controls` does."""
+    """Return the sorted held keys of each frame as one string. Raises like `read_controls`."""
     return ["".join(sorted(held)) for held in read_controls(actions, num_frames).held(ACTION_SPACE)]
 
 
 def motions_of(rows: ActionRows) -> list[Motion]:
-    """Return the motion of one camera in each latent frame: keys and axes add up."""
+    """Return the motion of one camera in each latent frame; keys and axes add up."""
     motions = []
     for held, values in zip(rows.held(ACTION_SPACE), rows.axes_NA.double().unbind(0), strict=True):
         keys = Motion.of_keys(["".join(held)])
@@ -227,7 +229,8 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def held_flags(rows: ActionRows) -> torch.Tensor:
-    """Return the keys w a s d of each frame as `read_flags` does; an axis presses the key of its direction."""
+    """Return the keys w a s d of each frame in the format of `read_flags`; an axis presses the key
+    of its direction."""
     axes = dict(zip(ACTION_SPACE.axis_names, rows.axes_NA.unbind(1), strict=True))
     pressed = {"w": axes["forward"] > 0, "s": axes["forward"] < 0, "d": axes["right"] > 0, "a": axes["right"] < 0}
     buttons = dict(zip(ACTION_SPACE.button_names, rows.buttons_NB.unbind(1), strict=True))
@@ -251,7 +254,8 @@ def _finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def latent_rows(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
-    """Pick the rows of latent `frames` (absolute) from a chunk's per-pixel-frame rows: latent i shows pixel 4 i."""
+    """Select the latent `frames` (absolute) from per-video-frame values: latent i shows video frame
+    4 i."""
     return per_pixel[[VAE_TEMPORAL * frame - first_pixel_frame(frames.start) for frame in frames]]
 
 
@@ -276,9 +280,9 @@ def integrate_motions(
 
 
 def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = None) -> torch.Tensor:
-    """Return each pose as seen from the one before it, in the type of `poses_N44`.
+    """Return each pose relative to the previous one, in the dtype of `poses_N44`.
 
-    `previous_44` precedes the first; None: the first stands.
+    `previous_44` precedes the first pose. None: the first relative pose is the identity.
     """
     first = poses_N44[:1] if previous_44 is None else previous_44.unsqueeze(0)
     before = torch.cat((first, poses_N44[:-1]))
@@ -289,7 +293,7 @@ def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = N
 
 
 def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Divide translations by `scale`; None = by the largest of them (if any frame moved at all)."""
+    """Divide translations by `scale`. None: by the largest translation, if there is any."""
     if scale is None:
         scale = _largest_step(relative_N44) or 1.0
     out = relative_N44.clone()
@@ -305,7 +309,7 @@ def _largest_step(relative_N44: torch.Tensor) -> float:
 
 
 def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Rescale intrinsics given for 480x832 to the output size (no crop)."""
+    """Rescale intrinsics for 480x832 to the output size (no crop)."""
     x, y = width / NATIVE_WIDTH, height / NATIVE_HEIGHT
     return intrinsics_N4 * torch.tensor([x, y, x, y], dtype=torch.float64)
 
@@ -356,12 +360,12 @@ def action_map(
 
 
 def _on(device: torch.device | str, dtype: torch.dtype, *rows: torch.Tensor) -> list[torch.Tensor]:
-    """Host tensors on `device`, in `dtype`, without waiting for it."""
+    """Copy host tensors to `device` and `dtype` without synchronisation."""
     return [to_device(each.to(dtype).contiguous(), torch.device(device)) for each in rows]
 
 
 def _directions(relative_N44: torch.Tensor, intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return the unit directions [N, 3, height, width] of the rays through every pixel's centre."""
+    """Return the unit directions [N, 3, height, width] of the rays through the pixel centres."""
     device, dtype = intrinsics_N4.device, intrinsics_N4.dtype
     fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.unbind(1))
     u = (torch.arange(width, dtype=dtype, device=device) + 0.5 - cx) / fx

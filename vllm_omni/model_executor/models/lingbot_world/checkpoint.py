@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a LingBot World checkpoint are: original folders, v2's folders, diffusers', or all at the root.
+"""Locate the components of a LingBot World checkpoint: original, v2 or diffusers layout, or all
+files in one folder.
 
-A transformer without a `config.json` has the sizes of its tensors, read from the headers of its files. Only looks;
-`weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an engine with dummy
-weights starts from configs alone, and a stage that decodes nothing needs no VAE.
-Held by tests/model_executor/models/lingbot_world/test_checkpoint.py.
+If the transformer has no `config.json`, its sizes are read from the headers of its weight files.
+This module only locates files; `weights.py` loads them. A missing component is an error only when
+it is needed (`require`). An engine with dummy weights can therefore start from configs alone, and a
+stage that does not decode needs no VAE.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from vllm_omni.model_executor.root_config import is_root_config
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
-"""The layouts this file understands, by the names `make-tiny` takes; `world` is the demo world's."""
+"""The supported layouts, by their names for `make-tiny`; `world` is the demo world's."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
 _PRETRAIN_FOLDER = "transformer_causal"
 _TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", _PRETRAIN_FOLDER, "transformer")
-"""Original v1 under both names in use, original v2, its model before distillation, diffusers; last the root itself."""
+"""Original v1 under both names in use, original v2, v2 before distillation, diffusers; last the
+folder itself."""
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _V1_WIDTH = LingBotWorldConfig.dim
 _V2_NAME = "lingbot-world-v2"
@@ -31,21 +33,24 @@ _V2_NAME = "lingbot-world-v2"
 
 _CLASSES = ("WanModelFast", "WanModelCausal", "CausalLingBotWorldTransformer3DModel", "LingBotWorldTransformer3DModel")
 _NOT_FAST = ("high_noise_model", "low_noise_model")
-"""The base model's experts: same keys, but not distilled and not causal."""
+"""The experts of the base model: they have the same keys, but are neither distilled nor causal."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a folder of safetensors, or one file of them.
+    """The components of one checkpoint.
 
-    kind: whose layout it is. version: the network generation (schedule defaults). mode: distilled (`fast`) or not.
+    `transformer` is a folder of safetensors, or one such file.
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"
 
     kind: Literal["original", "diffusers"]
+    """The layout."""
     version: Version
+    """Generation of the network, which determines schedule defaults."""
     mode: Literal["fast", "pretrain"]
+    """Distilled (`fast`) or not (`pretrain`)."""
 
     def release(self) -> str:
         if self.version == "v1":
@@ -79,18 +84,20 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a LingBot World checkpoint in any layout. Cheap, never raises."""
+    """Return whether `path` is a LingBot World checkpoint in any layout. Cheap; never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
-        return any((path / name).is_dir() for name in _FAST_FOLDERS)  # ours but damaged: let `hf_config` say how
+        # a damaged checkpoint of this family: `hf_config` reports the details
+        return any((path / name).is_dir() for name in _FAST_FOLDERS)
     return True
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`, `version` and `mode`; needs no weight files.
+    """Return `chunk_hf_config` of this checkpoint with `kind`, `version` and `mode`; needs no
+    weight files.
 
-    Raises ValueError. An empty `transformer` is the released model's.
+    An empty `transformer` config means the released model. Raises ValueError.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -101,32 +108,34 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def _is_pretrain(folder: Path, path: Path) -> bool:
-    """Whether a transformer's folder, found under the directory `path`, holds v2's model before distillation."""
+    """Return whether a transformer's folder under the directory `path` holds v2's model before
+    distillation."""
     named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(path.resolve()).lower().replace("_", "-")
     return named or _own_config(folder).get("_class_name") == "WanModelCausal"
 
 
 def _version(folder: Path, path: Path) -> Version:
-    """The generation of a transformer's folder, found under the directory `path`."""
+    """Return the generation of a transformer's folder under the directory `path`."""
     if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(path.resolve()).lower().replace("_", "-"):
         return "v2"
     if folder.name in _TRANSFORMER_FOLDERS:
         return "v1"
-    # A bare repository under a name of its own: v1 was released in one width only.
+    # A repository under another name: v1 was released in one width only.
     values = _stated_config(folder)
     heads, head_dim = values.get("num_attention_heads", 0), values.get("attention_head_dim", 0)
     return "v2" if (values.get("dim") or heads * head_dim or _V1_WIDTH) != _V1_WIDTH else "v1"
 
 
 def _weights(folder: Path, root: Path) -> Path:
-    """The folder of a transformer, or its only file where other components' files lie beside it."""
+    """Return the folder of a transformer, or its only file if other components' files are in the
+    same folder."""
     if folder == root and not any(folder.glob("*.safetensors.index.json")):
         return next((folder / name for name in _SINGLE_FILES if (folder / name).is_file()), folder)
     return folder
 
 
 def _own_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a transformer's folder; empty if there is none."""
+    """Return the `config.json` of a transformer's folder; empty if there is none."""
     path = folder / "config.json"
     values = read_json(path) if path.exists() else {}
     return {} if is_root_config(values) else values

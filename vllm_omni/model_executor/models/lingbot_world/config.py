@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot-World checkpoint's sizes (`LingBotWorldConfig`) and how it is served (`LingBotOptions`).
+"""Sizes of a LingBot World checkpoint (`LingBotWorldConfig`) and its serving options
+(`LingBotOptions`).
 
-The architecture comes from the checkpoint and is checked key by key: an unknown key or a value this code does not
-implement is an error, never a guess. The options come from `additional_config["omni"]["model"]`.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
+The architecture comes from the checkpoint. Unknown keys and unsupported values are errors. The
+options come from `additional_config["omni"]["model"]`.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ from vllm_omni.model_executor.streaming.stream import Stream
 
 ControlType = Literal["cam", "act", "world"]
 CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7, "world": 6}
-"""Channels of the control map at pixel size: ray origin and direction, or ray direction and the keys w a s d. `world`
-is `cam` and the camera's world pose (`world_pose.py`)."""
+"""Channels of the control map at pixel size: ray origin and direction, or ray direction and the
+keys w a s d. `world` is `cam` plus the camera's world pose (`world_pose.py`)."""
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
-"""The size camera intrinsics are expressed for."""
+"""Height and width that camera intrinsics refer to."""
 ACTION_FOCAL = 500.0
-"""Focal length in pixels of the output, when actions come without intrinsics."""
+"""Focal length in output pixels if actions come without intrinsics."""
 
 Version = Literal["v1", "v2"]
 
@@ -111,36 +111,34 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """Where public implementations differ.
-
-    schedule: `exact` float timesteps, or `original` integer timesteps with two sigmas a step.
-    residual_dtype: `fp32` residual stream, or the `model`'s type (faster, less close).
-    camera_first_frame: with actions, a session's first latent frame `moves` by its own action, or only gives the later
-    ones their reference and `stands` still (SGLang); with `stands_each_chunk` every chunk's first does, under
-    poses as well (PR 3701's extension).
-    camera_scale: camera translations are divided by a `constant` (`camera.MOVE_UNIT`, interactive), by the chunk's
-    largest one (`chunk_max`), or by the session's largest so far (`session_max`). A request's option `camera_scale`
-    overrides all.
-    camera_dtype: `fp32` = poses and rays in fp64, rounded once; `bf16` = all of it in bf16 (SGLang 0.5.23).
-    later_condition: the condition of later chunks (`LaterCondition`).
-    vae_continuation: the decoder goes on from its `cache`, or begins again two latent frames early at each chunk
-    (`restart`).
-    prompt_switch: a new prompt takes effect from the next chunk on (`refresh`), or after a session's first chunk is
-    not heard (`ignore`).
-    """
+    """Choices in which public implementations differ."""
 
     schedule: Literal["exact", "original"] = "exact"
+    """`exact` float timesteps, or `original` integer timesteps with two sigmas per step."""
     residual_dtype: Literal["fp32", "model"] = "fp32"
+    """Residual stream in `fp32`, or in the `model`'s dtype (faster, less accurate)."""
     camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
+    """With actions, a session's first latent frame `moves` by its own action, or `stands` still
+    as the reference of later frames (SGLang). `stands_each_chunk`: so does every chunk's first
+    frame, also with poses (PR 3701's extension)."""
     camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
+    """Divisor of camera translations: `constant` (`camera.MOVE_UNIT`, interactive), the chunk's
+    largest one (`chunk_max`), or the session's largest so far (`session_max`). A request's
+    option `camera_scale` overrides it."""
     camera_dtype: Literal["fp32", "bf16"] = "fp32"
+    """`fp32`: poses and rays in fp64, rounded once. `bf16`: everything in bf16 (SGLang 0.5.23)."""
     later_condition: LaterCondition = "streamed"
+    """Condition of chunks after the first; see `LaterCondition`."""
     vae_continuation: Literal["cache", "restart"] = "cache"
+    """The decoder continues from its `cache`, or restarts two latent frames early at each chunk
+    (`restart`)."""
     prompt_switch: Literal["refresh", "ignore"] = "refresh"
+    """A new prompt takes effect at the next chunk (`refresh`), or is ignored after a session's
+    first chunk (`ignore`)."""
 
     @property
     def camera_torch_dtype(self) -> torch.dtype:
-        """The type in which poses become rays; the result is fp32 in any case."""
+        """Type in which poses are converted to rays; the result is always fp32."""
         return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
 
@@ -168,23 +166,24 @@ CONVENTIONS: Final[dict[Convention, Choices]] = {
 
 
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and LingBot World's own.
-
-    version: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast): same network, other defaults for
-        `shift` (10 / 5), `denoise_indices`, `sink_frames` (9 / 6). None = the checkpoint's.
-    convention: whose choices are made where public implementations differ: the `realtime` doors', the `original`'s,
-        SGLang's (`sglang`) or vLLM-Omni's pull request 3701's (`pr3701`); the model's README lists them.
-    shift, denoise_indices: override the version's schedule.
-    """
+    """`StreamingOptions`, and LingBot World's own."""
 
     version: Version | None = None
+    """Generation of the network: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast).
+    They differ in the defaults of `shift` (10 / 5), `denoise_indices` and `sink_frames` (9 / 6).
+    Default: the checkpoint's."""
     convention: Convention = "realtime"
+    """Public implementation to follow where they differ: the `realtime` endpoints, the `original`,
+    SGLang (`sglang`, or `sglang_lazy` with its lazy encode) or vLLM-Omni's pull request 3701
+    (`pr3701`). The model's README lists the differences."""
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Shift of the noise schedule. Default: the version's."""
     denoise_indices: list[int] | None = None
+    """Denoise steps, as indices of the schedule. Default: the version's."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":
-        """Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = cls.read({"version": checkpoint_version, **options})
         try:
             parsed.denoise_schedule()
@@ -225,7 +224,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
 
 
 def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPlan:
-    """How a session is cut into chunks, and the window of each. Raises ValueError."""
+    """Return the chunk sizes of a session and the K/V window of each. Raises ValueError."""
     return resolve_chunks(
         options,
         config,
@@ -239,7 +238,7 @@ LingBotStream = Stream[LingBotWorldConfig, LingBotOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStream:
-    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     options = LingBotOptions.of(checkpoint, omni.model)
     config = LingBotWorldConfig.from_checkpoint(checkpoint["transformer"])
     return Stream(config, options, resolve_plan(config, options))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The released LingBot Worlds on the hub: Fast (v1) put together in the original layout, v2 in the layouts it comes in.
+"""The released LingBot Worlds on the hub: Fast (v1) in the original layout, v2 in its own layouts.
 
-Sizes are those of the repositories' file lists, of v2 the tensors'. v2's weights are CC BY-NC-SA 4.0, which must be
-accepted; public statements on v1's differ, read its model card. v2's bidirectional model has no public code.
+Sizes come from the repositories' file lists, for v2 from the tensors. v2's weights are CC BY-NC-SA
+4.0, which must be accepted. Public statements on v1's licence differ; read its model card. v2's
+bidirectional model has no public code.
 """
 
 import json
@@ -55,7 +56,7 @@ def check_complete(path: Path) -> None:
 
 
 def complete(out: Path) -> list[str]:
-    """Write the transformer's `config.json` if its repository has none; returns the files written."""
+    """Write the transformer's `config.json` if its repository has none; return the files written."""
     path = out / _TRANSFORMER / "config.json"
     if path.exists():
         return []
@@ -72,7 +73,7 @@ _CC_BY_NC_SA = (
 
 
 def _v2(*pieces: HubPiece) -> HubSource:
-    """v2 needs no further files: sizes that no `config.json` states are the tensors'."""
+    """Write nothing: sizes that no `config.json` states are read from the tensors."""
     return HubSource(pieces, licence=_CC_BY_NC_SA)
 
 
@@ -86,4 +87,4 @@ RELEASES = {
         HubPiece(f"{_V2}-14b-causal-pretrain", ("transformer_causal/*",), "", 74.2), _V2_COMPONENTS
     ),
 }
-"""v2's causal models. A transformer's repository has no text encoder, VAE and tokenizer of its own but the 14B's."""
+"""v2's causal models. Only the 14B repository includes text encoder, VAE and tokenizer."""

@@ -38,7 +38,7 @@ NEGATIVE_PROMPT = (
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
     "杂乱的背景，三条腿，背景人很多，倒着走"
 )
-"""Wan 2.1's default (Apache-2.0), with sudden changes of the picture in front."""
+"""Wan 2.1's default negative prompt (Apache-2.0), preceded by sudden changes of the image."""
 
 
 def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
@@ -52,7 +52,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
         use_flow_sigmas=True,
         flow_shift=shift,
     )
-    # The original's table starts at 0.999 and ends at 0; diffusers' own, from 1 to 0.001.
+    # The original's table starts at 0.999 and ends at 0; diffusers' own runs from 1 to 0.001.
     sigmas = np.linspace(_SIGMA_MAX, 0.0, STEPS + 1)[:-1]
     solver.set_timesteps(num_inference_steps=STEPS, sigmas=sigmas, device=device)
     solver.set_begin_index(0)
@@ -60,18 +60,19 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
 
 
 def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
-    """Return the latents after `step`, [16, F, h, w] fp32; the solver keeps its state for the next."""
+    """Return the latents after `step`, [16, F, h, w] fp32; the solver stores its state for the next
+    step."""
     moved: torch.Tensor = solver.step(flow[None], solver.timesteps[step], latents[None], return_dict=False)[0][0]
     return moved
 
 
 def guided(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
-    """Classifier-free guidance on the flow."""
+    """Apply classifier-free guidance to the flow."""
     return uncond + GUIDANCE * (cond - uncond)
 
 
 class GuidedWindows(WindowSet):
-    """The K/V of a session under its prompt and under the negative prompt."""
+    """The K/V windows of a session for the prompt and for the negative prompt."""
 
     def __init__(self, cond: KVWindow, uncond: KVWindow) -> None:
         super().__init__({"cond.": cond, "uncond.": uncond})
@@ -88,7 +89,7 @@ class GuidedChunk(Chunk):
 
 
 class LingBotPretrain(LingBotWorld):
-    """`LingBotWorld` whose every pass has two rows, and whose steps are a multi-step solver's."""
+    """A `LingBotWorld` with two batch entries per pass and a multi-step solver."""
 
     def __init__(self, setup: WorldSetup) -> None:
         super().__init__(setup)
@@ -160,7 +161,7 @@ def _guided_chunk(request: Request) -> GuidedChunk:
 
 
 class LingBotPretrainPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `LingBotPretrain`, which vLLM's model loader builds and fills through it."""
+    """Owner of a `LingBotPretrain`, which vLLM's model loader builds and loads through it."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

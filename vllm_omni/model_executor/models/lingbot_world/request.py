@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a client may send with one chunk, checked: here and nowhere else.
+"""Validate everything that a client may send with one chunk.
 
-Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` with the field, its value
-and the allowed ones. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+The functions read a request and its session and return `ChunkInputs`, or raise `RequestFailed` with
+the field, its value and the allowed ones. They change nothing, allocate nothing on the device, and
+return the same result on every rank.
 """
 
 # F latent frames of the chunk
@@ -41,26 +41,28 @@ _TENSORS: dict[ControlType, tuple[str, ...]] = {
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`DiffusionParams.options` of one chunk.
-
-    camera_scale: divide this chunk's camera translations by it (a client that knows its whole path sends the path's
-    largest step, the original's normalisation); None = as served.
-    start_pose: of a session's first chunk in a world with poses; None = the start image is recognised, or its pose is
-    unknown.
-    """
+    """`DiffusionParams.options` of one chunk."""
 
     camera_scale: float | None = None
+    """Divisor of this chunk's camera translations. A client that knows its whole path sends the
+    path's largest step (the original's normalisation). Default: as configured."""
     start_pose: StartPose | None = None
+    """World pose of the start image, for a session's first chunk in a world with poses. Default:
+    the start image is recognised, or its pose is unknown."""
 
 
 @dataclass(frozen=True)
 class Camera:
-    """One chunk's camera, checked; a row for each latent frame. tail: where it ends. world_F44: None = unknown."""
+    """The validated camera of one chunk, per latent frame."""
 
     relative_F44: torch.Tensor
+    """Relative poses."""
     intrinsics_F4: torch.Tensor
+    """fx, fy, cx, cy in pixels."""
     tail: cam.CameraTail
+    """State of the camera after the chunk."""
     world_F44: torch.Tensor | None
+    """World poses. None: unknown."""
 
 
 def read_chunk(
@@ -200,9 +202,10 @@ def _walk(
 
 
 def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Tensor:
-    """Return the keys w a s d, a row for each latent frame of the chunk, on the same grid as the poses.
+    """Return the keys w a s d per latent frame, on the same grid as the poses.
 
-    Held keys are the flags themselves; beside poses they are a tensor of their own, and without one nothing is held.
+    Held keys are used directly. With poses, the keys come from the tensor `action`; without it, no
+    key is held.
     """
     frames = session.next_frames()
     action = request.tensors.get("action")

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal diffusion transformer of LingBot-World-Fast: one forward for several sessions' chunks.
+"""The causal diffusion transformer of LingBot-World-Fast: one forward pass over chunks of several
+sessions.
 
-Owns the network's parameters and maths for this rank (a tensor-parallel part, a pipeline stage, or a token part) and
-nothing of sessions, requests or schedules: each row of a batch brings its own K/V window, camera modulation and
-cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
+It owns the parameters and maths of this rank (a tensor-parallel part, a pipeline stage, or a part
+of the tokens). It has no sessions, requests or schedules: each batch entry brings its K/V window,
+camera modulation and cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7,
+wan/modules/model_fast.py.
 
-The skeleton is `wan/transformer.py`, the forward `wan/chunk_transformer.py`'s.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_transformer.py.
+The base is `wan/transformer.py`; the forward pass is in `wan/chunk_transformer.py`.
 """
 
-# B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
-# where sharded), H head dim, C = H/2 rotary lanes, S text tokens
+# B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
+# width, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels, S text tokens
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,13 +35,15 @@ from vllm_omni.model_executor.models.wan.transformer import Block
 
 @dataclass(frozen=True, kw_only=True)
 class CameraRow(ImageRow):
-    """camera: of each layer [2, T, D], the factors and shifts of `camera_modulation`."""
+    """A batch entry with camera modulation."""
 
     camera: list[torch.Tensor]
+    """Per layer [2, T, D]: the factors and shifts of `camera_modulation`."""
 
 
 class CameraBlock(Block):
-    """A block that moves its residual stream by the camera, between self-attention and cross-attention."""
+    """A block that modulates its residual stream by the camera between self-attention and
+    cross-attention."""
 
     def __init__(
         self,

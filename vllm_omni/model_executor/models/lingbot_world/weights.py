@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer's tensors of a LingBot World checkpoint, as tables, and strict loading of all pieces.
+"""Tensor tables of a LingBot World transformer, and strict loading of all components.
 
-Every component is compared with its full list of names and shapes before any data is read (`model_executor/weights.py`,
-`models/wan/weights.py`). Knows nothing of folders; `checkpoint.py` finds the files.
-Held by tests/model_executor/models/lingbot_world/test_weights.py.
+Every component is compared with its full list of names and shapes before any data is read
+(`model_executor/weights.py`, `models/wan/weights.py`). `checkpoint.py` locates the files.
 """
 
 from collections.abc import Mapping
@@ -22,10 +21,11 @@ from vllm_omni.model_executor.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.weights import load_strict
 
 CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
-"""A LingBot World transformer has it, no other Wan transformer does."""
+"""A tensor that LingBot World transformers have and other Wan transformers lack."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
-    # The order decides which values a seed gives a tiny checkpoint: the camera's tensors follow the patch embedding.
+    # The order determines which values a seed gives a tiny checkpoint: the camera's tensors follow
+    # the patch embedding.
     **{name: shape for name, shape in wan.TRANSFORMER_TENSORS.items() if name.startswith("patch_embedding.")},
     CAMERA_TENSOR: ("D", "C"),
     "patch_embedding_wancamctrl.bias": ("D",),
@@ -35,7 +35,7 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "c2ws_hidden_states_layer2.bias": ("D",),
     **wan.TRANSFORMER_TENSORS,
 }
-"""Wan's tensors outside its blocks, and the camera's. C folded camera channels."""
+"""Wan's tensors outside the blocks, and the camera's. C is the number of folded camera channels."""
 
 WORLD_TENSORS: dict[str, Sizes] = {
     "world_pose_layer1.weight": ("D", "W"),
@@ -43,10 +43,10 @@ WORLD_TENSORS: dict[str, Sizes] = {
     "world_pose_layer2.weight": ("D", "D"),
     "world_pose_layer2.bias": ("D",),
 }
-"""What a `world` model has in addition. W features of the world pose."""
+"""Additional tensors of a `world` model. W is the number of features of the world pose."""
 
 _FOLD = (2 * VAE_SPATIAL) ** 2
-"""Pixels of a token, each of which is an input for every control channel."""
+"""Pixels per token, each of which is an input of every control channel."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     **wan.BLOCK_TENSORS,
@@ -60,7 +60,8 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 
 
 def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
-    """Return name -> shape of every transformer tensor a checkpoint of this architecture holds (1421 when released)."""
+    """Return name -> shape of every transformer tensor of this architecture (1421 in the released
+    model)."""
     patch = config.patch_size[1] * config.patch_size[2]
     outside = {**TRANSFORMER_TENSORS, **WORLD_TENSORS} if config.control_type == "world" else TRANSFORMER_TENSORS
     sizes = {"C": config.camera_channels * patch, "W": WORLD_FEATURES}
@@ -68,9 +69,12 @@ def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
 
 
 def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, Any]:
-    """Return values of the original's `config.json` keys read off tensors: sizes, and the kind of control.
+    """Return values of the original's `config.json` keys, derived from tensors: sizes, and the
+    control type.
 
-    Raises ValueError if they are no LingBot World transformer or leave the number of heads open.
+    Raises:
+        ValueError: They are not a LingBot World transformer's, or the number of heads remains
+            unknown.
     """
     sizes = wan.stored_sizes(shapes, where, num_heads)
     folded = shapes.get(CAMERA_TENSOR, (0, 0))[-1]
@@ -82,12 +86,12 @@ def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | 
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:
-    """Load the transformer, or the stage and slice of it that `transformer` is, from a folder of safetensors."""
+    """Load the transformer, or this rank's stage and slice of it, from a folder of safetensors."""
     load_strict(transformer, open_tensors(path), transformer_shapes(config), what="transformer")
 
 
 def adapter_target(transformer: nn.Module, config: LingBotWorldConfig) -> AdapterTarget:
-    """The transformer as LoRA adapters see it."""
+    """Return the transformer as a target of LoRA adapters."""
     from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
 
     return AdapterTarget(transformer, transformer_shapes(config), wan.TRANSFORMER_RULES, linear_types=(PatchEmbedding,))

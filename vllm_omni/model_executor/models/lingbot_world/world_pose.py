@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformer of control type `world` receives of the camera's world pose, in addition to its motion.
+"""The features of the camera's world pose that a transformer of control type `world` receives in
+addition to motion.
 
-Of each token, the directions in the world's axes of rays through 4 x 4 points of its 16 x 16 pixels; of each latent
-frame, sines and cosines of the position at the first eight harmonics of the world's period, and a flag: known. Where
-the pose is unknown, all of them are zero. Needs torch alone: the training uses it as well.
-Held by tests/model_executor/models/lingbot_world/test_world_pose.py.
+Per token: the directions, in world axes, of rays through 4 x 4 points of its 16 x 16 pixels. Per
+latent frame: sines and cosines of the position at the first eight harmonics of the world's period,
+and a flag that the pose is known. If the pose is unknown, all features are zero. This module
+depends only on torch, because training uses it too.
 """
 
 # F latent frames, P tokens of a frame

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a Matrix-Game 2.0 checkpoint are, the names of its transformer's tensors, and strict loading.
+"""Locate the components of a Matrix-Game 2.0 checkpoint, and load its transformer strictly by a
+table of tensor names.
 
-The original repository holds three transformers, a folder each, beside one VAE and one CLIP; a directory serves one of
-them: the repository with one folder, or such a folder itself with the components beside or in it. Conversions keep
-diffusers' folders. Names may carry the prefix `model.`; which variant it is and all sizes are the tensors', where there
-are any, since released configs are stale. Held by
-tests/model_executor/models/matrix_game/test_matrix_game_checkpoint.py.
+The original repository holds three transformers, each in a folder, next to one VAE and one CLIP. A
+served directory has one of them: the repository with one folder, or such a folder with the
+components inside or next to it. Conversions keep diffusers' folders. Names may have the prefix
+`model.`. Variant and sizes are derived from the tensors if there are any, because released configs
+are outdated.
 """
 
 import logging
@@ -38,7 +39,7 @@ FOLDERS = {
 """The original repository's folders of the streaming models."""
 _PLACES = (*FOLDERS, "transformer")
 LAYOUTS = ("original", "original_gta", "original_templerun", "diffusers", "diffusers_gta", "diffusers_templerun")
-"""The real layouts this file understands, by the names `make-tiny` takes."""
+"""The supported layouts, by their names for `make-tiny`."""
 
 _CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
 _MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight\Z")
@@ -52,7 +53,7 @@ OUTSIDE_TENSORS: dict[str, Sizes] = {
     **wan.IMAGE_TENSORS,
 }
 _UNUSED = ("key_attn_q_norm.weight", "key_attn_k_norm.weight", "img_attn_q_norm.weight", "img_attn_k_norm.weight")
-"""Of action modules: gains that the original loads and never applies."""
+"""Gains in action modules that the original loads but never applies."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class CheckpointLayout(WanComponents):
         return self.download_name if variant == "universal" else f"{self.download_name}_{variant}"
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`, and over it the sizes its tensors have, if there are any."""
+        """Return the transformer's `config.json`, overridden by the sizes of its tensors, if there
+        are any."""
         path = self.transformer / "config.json"
         stated = read_json(path) if path.exists() else {}
         if not any(self.transformer.glob("*.safetensors")):
@@ -89,11 +91,12 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` holds Matrix-Game 2.0 transformers in any layout. Cheap, never raises."""
+    """Return whether `path` holds Matrix-Game 2.0 transformers in any layout. Cheap; never raises."""
     try:
         return any(_is_transformer(folder) for folder in (path, *(path / name for name in _PLACES)))
     except (ValueError, OSError):
-        return any((path / name).is_dir() for name in FOLDERS)  # ours but damaged: let `hf_config` say how
+        # a damaged checkpoint of this family: `hf_config` reports the details
+        return any((path / name).is_dir() for name in FOLDERS)
 
 
 def hf_config(path: Path) -> dict[str, Any]:
@@ -107,7 +110,7 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
-    """Return a config with the sizes that tensors, under any of their names, have. Raises ValueError."""
+    """Return a config with the sizes of tensors, under any of their names. Raises ValueError."""
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
     num_heads = stated.get("num_heads", stated.get("num_attention_heads"))
     sizes = wan.stored_sizes(named, where, num_heads, context="img_emb.proj.3.weight")
@@ -135,7 +138,8 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
 
 
 def transformer_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
-    """Return name -> shape of every transformer tensor a checkpoint holds (universal 1114, templerun 964)."""
+    """Return name -> shape of every transformer tensor in a checkpoint (universal 1114, templerun
+    964)."""
     shapes = wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS)
     for layer in config.action_blocks:
         shapes |= {f"blocks.{layer}.action_model.{name}": shape for name, shape in _action_shapes(config).items()}
@@ -167,7 +171,7 @@ def _action_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: MatrixGameConfig) -> None:
-    """Load the transformer, or the stage and slice of it that `transformer` is, strictly. Raises ValueError."""
+    """Load the transformer, or this rank's stage and slice of it, strictly. Raises ValueError."""
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
     unused = [name for name in source.shapes if name.endswith(_UNUSED)]
     trained = [name for name, gain in source.read(unused) if not torch.equal(gain, torch.ones_like(gain))]
@@ -180,7 +184,8 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Matri
 
 
 def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterTarget:
-    """The transformer as LoRA adapters see it; gains that nothing reads are none of theirs."""
+    """Return the transformer as a target of LoRA adapters, without the gains that are never
+    applied."""
     from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
 
     unused = tuple(f"*.{name}" for name in _UNUSED)
@@ -188,9 +193,10 @@ def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterT
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Whether a folder holds a streaming Matrix-Game transformer: by its tensors' names, else by its own or its class.
+    """Return whether a folder holds a streaming Matrix-Game transformer, by its tensors' names, its
+    own name or its class.
 
-    Without weights (`--load-format dummy`) a config alone will do.
+    Without weights (`--load-format dummy`), a config alone is sufficient.
     """
     if not (folder.is_dir() and folder.name != "base_model"):
         return False

@@ -40,18 +40,20 @@ _PITCH = Axis(name="pitch", title="look up", unit="(a key turns by 0.1)", low=-1
 
 @dataclass(frozen=True)
 class Variant:
-    """A released model, told apart by its actions. window_frames: latent frames a chunk sees, itself included.
-
-    keyboard: the button of each column of the keyboard's rows; None = the column of "nothing is held". turns: button ->
-    (pitch, yaw) that it adds to the axes. steps: of the denoise schedule.
-    """
+    """A released model, identified by its actions."""
 
     name: str
+    """Name of the variant."""
     space: ActionSpace
+    """Actions that clients may send."""
     keyboard: tuple[str | None, ...]
+    """Button of each column of the keyboard input. None: the column of "no key is held"."""
     turns: Mapping[str, tuple[float, float]]
+    """Button -> (pitch, yaw) that it adds to the axes."""
     window_frames: int
+    """Latent frames that a chunk sees, including its own."""
     steps: tuple[int, ...]
+    """Timesteps of the denoise schedule."""
 
 
 def _buttons(*rows: str) -> tuple[Button, ...]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The released Matrix-Game 2.0 streaming models on the hub, each with the VAE and the CLIP of the original repository.
+"""The released Matrix-Game 2.0 streaming models on the hub, each with the original repository's VAE
+and CLIP.
 
-Sizes are those of public file lists. The model card says MIT; whether the licence of the model it was made from adds
-terms is open, read both cards.
+Sizes come from public file lists. The model card states MIT. Whether the licence of its base model
+adds terms is open; read both cards.
 """
 
 from pathlib import Path

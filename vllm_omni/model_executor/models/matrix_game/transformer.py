@@ -64,14 +64,16 @@ class MatrixGameChains(Chains):
 
 @dataclass(frozen=True, kw_only=True)
 class ActionRow(ImageRow):
-    """mouse: each token's mouse rows [T, R * values], in the model's type, None = no mouse. action_cos, action_sin: of
-    action heads, of all F S tokens, fp32 [F S, C]. window: its keyboard part holds the chunk's frames already.
-    """
+    """A batch entry with actions."""
 
     mouse: torch.Tensor | None
+    """Mouse values per token [T, R * values], in the model's dtype. None: no mouse."""
     action_cos: torch.Tensor
+    """Cosines of action heads for all F S tokens, fp32 [F S, C]."""
     action_sin: torch.Tensor
+    """Sines of the same shape."""
     window: ActionWindows
+    """K/V windows. The keyboard's already holds the frames of the chunk."""
 
 
 class ActionModule(nn.Module):

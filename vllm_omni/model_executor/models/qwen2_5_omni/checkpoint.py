@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Qwen2.5-Omni checkpoint directory, read piece by piece: config, voices, single tensors, single rows.
+"""Read parts of a Qwen2.5-Omni checkpoint directory: config, voices, single tensors, single rows.
 
-Nothing here keeps a tensor it was not asked for: three engines and the process that connects them read from one
-checkpoint of 22 GB, and the connecting process needs some rows of two embedding tables.
+No tensor is cached here: three engines and the process that connects them read one checkpoint of 22
+GB, and the connecting process needs only some rows of two embedding tables.
 """
 
 import json
@@ -24,15 +24,18 @@ _SPEAKERS = "spk_dict.pt"
 
 @dataclass(frozen=True)
 class Voice:
-    """One entry of `spk_dict.pt`. cond: fp32 [1, D]; ref_mel: fp32 [1, T, mel]; bos_token: opens the talker's text."""
+    """One entry of `spk_dict.pt`."""
 
     cond: torch.Tensor
+    """Speaker embedding, fp32 [1, D]."""
     ref_mel: torch.Tensor
+    """Mel spectrogram of the reference, fp32 [1, T, mel]."""
     bos_token: int
+    """First codec token of the talker's text."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory holds a Qwen2.5-Omni checkpoint; cheap, does not raise."""
+    """Return whether a directory holds a Qwen2.5-Omni checkpoint. Cheap; never raises."""
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
@@ -41,7 +44,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return `config.json`. Raises ValueError of one line if the checkpoint cannot speak."""
+    """Return `config.json`, or raise ValueError (one line) if the checkpoint has no speech output."""
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     missing = [key for key in ("thinker_config", "talker_config", "token2wav_config") if key not in config]
     if missing or not config.get("enable_audio_output", True):
@@ -54,19 +57,20 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def missing_files(path: Path) -> list[str]:
-    """Names of weight files that the index, or the layout without one, requires and that are not there."""
+    """Return the names of required weight files (by the index, or by the layout without one) that
+    are missing."""
     index = path / _INDEX
     named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [_SINGLE]
     return [name for name in named if not (path / name).is_file()]
 
 
 def stored_dtype(config: dict[str, Any]) -> str:
-    """The dtype the weights are stored in, e.g. `bfloat16`."""
+    """Return the dtype of the stored weights, for example `bfloat16`."""
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
 def load_voices(path: Path) -> dict[str, Voice]:
-    """Read `spk_dict.pt` without executing any pickled code."""
+    """Read `spk_dict.pt` without executing pickled code."""
     stored = torch.load(path / _SPEAKERS, weights_only=True, map_location="cpu")
     return {
         name: Voice(entry["cond"].float(), entry["ref_mel"].float(), int(entry["bos_token"]))
@@ -75,7 +79,7 @@ def load_voices(path: Path) -> dict[str, Voice]:
 
 
 class CheckpointTensors:
-    """Named tensors of the directory's safetensors files, read when asked for (files are memory-mapped)."""
+    """Tensors of the directory's safetensors files, read on access from memory-mapped files."""
 
     def __init__(self, path: Path) -> None:
         if (path / _INDEX).is_file():
@@ -86,7 +90,7 @@ class CheckpointTensors:
                 self._files = dict.fromkeys(file.keys(), path / _SINGLE)
 
     def below(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor whose name starts with `prefix`, the prefix cut off."""
+        """Yield every tensor with the name prefix `prefix`, without the prefix."""
         names_of: dict[Path, list[str]] = {}
         for name, file_path in self._files.items():
             if name.startswith(prefix):
@@ -97,7 +101,8 @@ class CheckpointTensors:
                     yield name.removeprefix(prefix), file.get_tensor(name)
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
-        """Rows of a matrix, `[len(indices), width]`, in their stored dtype. Raises ValueError for an unknown name."""
+        """Return rows of a matrix, `[len(indices), width]`, in their stored dtype. Raises
+        ValueError for an unknown name."""
         if name not in self._files:
             raise ValueError(f"the checkpoint holds no tensor {name!r}")
         with safe_open(self._files[name], framework="pt") as file:

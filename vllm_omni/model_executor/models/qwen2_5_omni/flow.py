@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FlowSolver`: one interval of token2wav's flow, with as few kernels as the reference's arithmetic allows.
+"""`FlowSolver`: one interval of token2wav's flow, with few kernel launches.
 
-At the size of a piece of speech the DiT's kernels take less time than their launches, so the number of launches
-is a piece's cost. transformers' own forward of the DiT computes the same things again in each of the four
-evaluations of an interval: the speaker encoder over the voice's reference, both code embeddings, rotary angles, and a
-mask of [2 B, heads, T, T] in each layer. Here a clip computes its `conditions` once, masks are broadcast, and an
-interval of a size that comes again is one CUDA graph. Operations on the latents are transformers', in their order: the
-result is the same bit for bit (tests/model_executor/models/qwen2_5_omni/test_token2wav.py).
+For a short audio chunk, launches take longer than the DiT's kernels, so their number determines the
+time. transformers' forward pass of the DiT recomputes several results in each of the four
+evaluations of an interval: the speaker encoder over the voice's reference, both code embeddings,
+rotary angles, and a mask of [2 B, heads, T, T] in each layer. Here `conditions` are computed once
+per clip, masks are broadcast, and an interval of a repeated size is one CUDA graph. Operations on
+the latents are transformers', in their order, so the result is bitwise equal.
 
-B requests, G = 2 B with guidance (conditional half first), else B; T mel frames, M mel bins, D width of the DiT's
-conditions, N codes.
+B requests, G = 2 B with guidance (conditional half first), else B; T mel frames, M mel bins, D
+width of the DiT's conditions, N codes.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,14 +20,15 @@ import torch
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 
 _KEPT_GRAPHS = 32
-"""One for each number of codes and of requests that share a step."""
+"""Maximum number of graphs: one per number of codes and batch size."""
 
 Mask = tuple[int, int]
-"""How many blocks a layer looks back and ahead."""
+"""Number of attention blocks that a layer looks back and ahead."""
 
 
 class FlowSolver:
-    """dit: transformers' module, whose weights are used in place. graphs: None = launch kernel by kernel."""
+    """Solver over transformers' DiT, with its weights in place. If `graphs` is None, kernels are
+    launched eagerly."""
 
     def __init__(self, dit: Any, graphs: ForwardGraphs | None = None) -> None:
         self._dit = dit
@@ -38,14 +39,15 @@ class FlowSolver:
         return cls(dit, ForwardGraphs(_KEPT_GRAPHS) if cuda_graphs else None)
 
     def forget(self) -> None:
-        """Drop the graphs: weights lie elsewhere now."""
+        """Evict the graphs, because the weights have moved."""
         if self.graphs is not None:
             self.graphs.forget()
 
     def conditions(
         self, codes_1N: torch.Tensor, speaker_1D: torch.Tensor, ref_mel: torch.Tensor, guided: bool
     ) -> torch.Tensor:
-        """The DiT's inputs beside the latents, [G, T, D] for one request: voice's reference, codes, speaker."""
+        """Return the DiT's inputs other than the latents, [G, T, D] for one request: reference,
+        codes, speaker."""
         embed, encoder = self._dit.text_embed, self._dit.input_embed.spk_encoder
         code_GTD = embed(codes_1N, drop_code=False)
         speaker_GTD = speaker_1D.unsqueeze(1).repeat(1, code_GTD.shape[1], 1)
@@ -66,7 +68,16 @@ class FlowSolver:
         *,
         comes_again: bool,
     ) -> torch.Tensor:
-        """The change of mel from `start` to `end`, [B, T, M]. comes_again: others of this size will follow."""
+        """Return the change of mel from `start` to `end`, [B, T, M].
+
+        Args:
+            mel_BTM: Mel at `start`.
+            start_B11: Flow time.
+            end_B11: Flow time.
+            conditions_GTD: See `conditions`.
+            guidance_B11: Guidance scale.
+            comes_again: Intervals of this size will follow, so a graph pays off.
+        """
         guided = conditions_GTD.shape[0] != mel_BTM.shape[0]
         inputs = {
             "mel": mel_BTM,
@@ -87,7 +98,7 @@ class FlowSolver:
         return self.graphs(key, inputs, run)
 
     def _positions(self, mel_BTM: torch.Tensor) -> Inputs:
-        """Rotary angles, [1, T, head dim], and a mask of [1, 1, T, T] for each kind of layer."""
+        """Return rotary angles [1, T, head dim], and a mask [1, 1, T, T] for each kind of layer."""
         frames = torch.arange(mel_BTM.shape[1], device=mel_BTM.device)
         cos, sin = self._dit.rotary_embed(mel_BTM, frames[None, :])
         block = frames // self._dit.block_size
@@ -132,7 +143,7 @@ def _layer(
     angles: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """One of transformers' layers, with a mask that is made already."""
+    """Run one of transformers' layers with a precomputed mask."""
     attended, gate_attention, shift, scale, gate_mlp = layer.attn_norm(x, emb=time_GD)
     x = x + gate_attention.unsqueeze(1) * layer.attn(attended, position_embeddings=angles, attention_mask=mask)
     normed = layer.ff_norm(x) * (1 + scale[:, None]) + shift[:, None]
@@ -140,7 +151,8 @@ def _layer(
 
 
 def _three_eighths(velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The change over one interval by Kutta's 3/8 rule; order of operations as in transformers' solver."""
+    """Return the change over one interval by Kutta's 3/8 rule, with transformers' order of
+    operations."""
     step, third = end - start, 1 / 3
     k1 = velocity(start, value)
     k2 = velocity(start + step * third, value + step * k1 * third)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-Omni on the hub: 7B, and 3B as a release of its own. Sizes are estimates from the numbers of parameters.
+"""Qwen2.5-Omni on the hub: 7B, and 3B as a separate release. Sizes are estimates from the number of
+parameters.
 
-Licences are those of the model cards; that of 3B allows research only.
+Licences are those of the model cards. The licence of 3B allows research only.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ RELEASES = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless config, voices and every weight file that the index names are there."""
+    """Raise ValueError unless config, voices and every weight file of the index exist."""
     from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import missing_files, read_config
 
     read_config(path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the token2wav engine, of one of its requests, of speech, and of all engines of a server.
+"""Options of the token2wav engine, its requests, speech, and all engines of a server.
 
-Light on purpose: the command line reads it before vLLM is imported.
+This module has light imports, because the command line reads it before it imports vLLM.
 """
 
 from typing import Annotated, Any
@@ -13,69 +13,79 @@ from vllm_omni.config import parse_options
 THINKER_ARCHITECTURE = "VllmOmniQwen2_5OmniThinker"
 
 THINKER_GPU_SHARE = 0.65
-"""`gpu_memory_utilization` of the thinker; the other engines take a quarter of the GPU."""
+"""`gpu_memory_utilization` of the thinker; each of the other engines takes a quarter of the GPU."""
 
 SAMPLE_RATE = 24_000
-"""Hertz; fixed by the vocoder's training, stored nowhere in the checkpoint."""
+"""Sample rate in Hz. It follows from the vocoder's training and is not stored in the checkpoint."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
 class Token2WavModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """max_codes: the most codec tokens one request may bring (codes of context included).
-
-    cuda_graphs: launch a solver interval of a piece of speech as a CUDA graph, if its codes, those of context included,
-    are a multiple of 12 and as many have come before.
-    """
+    """`omni.model` of the token2wav engine."""
 
     max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
+    """Maximum codec tokens of one request, including context. Default: 4096."""
     cuda_graphs: bool = True
+    """Replay a solver interval as a CUDA graph if the number of its codes, including context, is
+    a multiple of 12 and has occurred before. Default: true."""
 
 
 class Token2WavRequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """voice: a name in `spk_dict.pt`. sway_coefficient: bends the solver's time grid, as in the reference.
-
-    first_code: None = the codes are a whole clip, and the noise is the reference's (one draw from a generator with the
-    request's seed). A number = they are a piece of a longer clip and this is the index of the first one: noise then
-    depends on seed and code index only, so pieces that overlap agree where they overlap.
-    left_codes, right_codes: codes at either end that are context only; their sound is not returned.
-    """
+    """Options of one token2wav request."""
 
     voice: str
+    """Name of a voice in `spk_dict.pt`."""
     sway_coefficient: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
+    """Warps the solver's time grid, as in the reference. Range: -1 to 1. Default: -1."""
     first_code: Count | None = None
+    """Index of the first code if the codes are a part of a longer clip. Noise then depends only
+    on seed and code index, so overlapping parts agree. Default: none (the codes are a whole
+    clip, and the noise is the reference's: one draw from a generator with the request's seed)."""
     left_codes: Count = 0
+    """Number of leading codes that are context only; their audio is not returned. Default: 0."""
     right_codes: Count = 0
+    """Number of trailing codes that are context only; their audio is not returned. Default: 0."""
 
 
 Codes = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How speech is made unless a request says otherwise; numbers are those of transformers' `generate`.
-
-    voice: None = the checkpoint's first. chunk_codes, left_codes, right_codes: sound of the first piece and the context
-    of each, in codes (50 a second); multiples of 12 keep pieces on the DiT's attention blocks. chunk_codes=0: one clip.
-    most_chunk_codes: each piece is twice as long as the one before it, up to this; at most `chunk_codes` = all alike.
-    max_codes: longest speech. temperature, top_k, top_p, repetition_penalty: of the talker. num_steps: time points of
-    the flow solver. guidance_scale: of the DiT.
-    """
+    """Defaults of speech generation. Values are those of transformers' `generate`."""
 
     voice: str | None = None
+    """Voice of the speech. Default: the checkpoint's first."""
     chunk_codes: Codes = 24
+    """Codes (50 per second) of the first audio chunk; a multiple of 12 aligns chunks with the
+    DiT's attention blocks. 0: one clip. Default: 24."""
     most_chunk_codes: Codes = 96
+    """Maximum codes of a chunk. Each chunk is twice as long as its predecessor up to this. A
+    value up to `chunk_codes` makes all chunks equally long. Default: 96."""
     left_codes: Codes = 24
+    """Codes of context before each chunk. Default: 24."""
     right_codes: Codes = 12
+    """Codes of context after each chunk. Default: 12."""
     max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
+    """Maximum codes of a speech. Default: 4096."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.9
+    """Sampling temperature of the talker. Range: 0 to 2. Default: 0.9."""
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 40
+    """Top-k of the talker; 0: off. Default: 40."""
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    """Top-p of the talker. Range: above 0, up to 1. Default: 0.8."""
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] = 1.05
+    """Repetition penalty of the talker. Range: above 0, up to 2. Default: 1.05."""
     num_steps: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 10
+    """Time points of the flow solver. Range: 2 to 1000. Default: 10."""
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.5
+    """Guidance scale of the DiT. Range: 0 to 100. Default: 0.5."""
 
     def piece_codes(self, emitted: int) -> int:
-        """Codes of the piece behind the first `emitted` ones. Its place alone decides, so that a seed is one sound."""
+        """Return the codes of the chunk after the first `emitted` codes.
+
+        The size depends only on the position, so that a seed always gives the same audio.
+        """
         first, size = 0, self.chunk_codes
         while first + size <= emitted and size < self.most_chunk_codes:
             first, size = first + size, min(2 * size, self.most_chunk_codes)
@@ -83,7 +93,7 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def piece_sizes(self) -> tuple[int, ...]:
-        """Codes of whole pieces in the order in which they come, context included; () = one clip."""
+        """Return the codes of full chunks in order, including context; () for one clip."""
         if self.chunk_codes == 0:
             return ()
         sizes: list[int] = []
@@ -96,17 +106,19 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`omni.model` of the server: arguments of the engines beside the thinker, and how speech is made.
-
-    talker, token2wav: keyword arguments of vLLM's `AsyncEngineArgs`, over the defaults here. speech: see
-    `SpeechDefaults`.
-    """
+    """`omni.model` of the server: arguments of the engines other than the thinker, and defaults of
+    speech."""
 
     talker: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Keyword arguments of vLLM's `AsyncEngineArgs` for the talker, which override this
+    project's defaults."""
     token2wav: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Keyword arguments of vLLM's `AsyncEngineArgs` for token2wav, which override this project's
+    defaults."""
     speech: dict[str, Any] = msgspec.field(default_factory=dict)
+    """See `SpeechDefaults`."""
 
     @property
     def speech_defaults(self) -> SpeechDefaults:
-        """Raises ValueError naming the key."""
+        """Return `speech` as a struct. Raises ValueError with the name of an invalid key."""
         return parse_options(SpeechDefaults, self.speech, "omni.model.speech")

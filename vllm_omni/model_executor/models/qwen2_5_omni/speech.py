@@ -35,25 +35,29 @@ from vllm_omni.pipeline.stage import Stage
 
 @dataclass
 class Timings:
-    """Seconds since the request arrived, and how long each stage was at work for it."""
+    """Timestamps of one request and the time that each stage worked on it, in seconds."""
 
     start_s: float = field(default_factory=time.perf_counter)
+    """Arrival of the request, by `time.perf_counter`."""
     marks_s: dict[str, float] = field(default_factory=dict)
+    """Seconds since the arrival, by event."""
 
     def mark(self, name: str) -> None:
-        """Note the first time something happens."""
+        """Record the first time of an event."""
         self.marks_s.setdefault(name, time.perf_counter() - self.start_s)
 
     def last(self, name: str) -> None:
-        """Note the latest time something happens."""
+        """Record the latest time of an event."""
         self.marks_s[name] = time.perf_counter() - self.start_s
 
 
 def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) -> Iterator[tuple[int, int, int, int]]:
-    """Yield `(first, last, left, right)`: pieces of sound that can be made now, after the first `emitted` codes.
+    """Yield `(first, last, left, right)` of audio chunks that can be made now, after the first
+    `emitted` codes.
 
-    A piece is the sound of codes [first, last); `left` and `right` codes beside it are its context. Not finished: only
-    whole pieces whose context on the right is there; finished: everything.
+    A chunk is the audio of codes [first, last), with `left` and `right` codes of context around it.
+    Before `finished`, only full chunks with their complete right context are yielded; then
+    everything.
     """
     if how.chunk_codes == 0:
         if finished and num_codes:
@@ -70,24 +74,30 @@ def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) ->
 
 @dataclass
 class Speech:
-    """One reply on its way through talker and token2wav. how: its voice is set. seed: None = any."""
+    """One reply in the talker and token2wav stages."""
 
     request_id: str
+    """Id of the request."""
     how: SpeechDefaults
+    """Options of the speech, with the voice set."""
     seed: int | None
+    """Seed of the speech. None: random."""
     timings: Timings = field(default_factory=Timings)
+    """Timestamps of the request."""
     codes: asyncio.Queue[int | None] = field(init=False)
-    """From talker to token2wav, then None, with room for those of a whole speech.
+    """Codes from the talker to token2wav, terminated by None, with room for a whole speech.
 
-    vLLM's engine makes codes at its own pace and keeps those that nobody fetches: a shorter queue would slow nothing
-    down, and hold the talker's slot until the sound is made."""
+    vLLM's engine generates codes at its own speed and buffers them. A shorter queue would not slow
+    it down, but would occupy the talker's slot until the audio is made.
+    """
 
     def __post_init__(self) -> None:
         self.codes = asyncio.Queue(maxsize=self.how.max_codes + 1)
 
 
 class SpeechComposition:
-    """thinker, talker: AR stages; token2wav: a diffusion stage; all on one checkpoint. A `SpeechModel`."""
+    """A `SpeechModel` of three stages on one checkpoint: thinker and talker (autoregressive) and
+    token2wav (diffusion)."""
 
     sample_rate = SAMPLE_RATE
 
@@ -101,18 +111,19 @@ class SpeechComposition:
         builder.check_voice(str(self.defaults.voice))
         config = talker.engine.vllm_config
         self._max_len = config.model_config.max_model_len
-        # A slot is a place in the talker's buffers; whoever holds its number is the only one who uses it.
+        # A slot is an index into the talker's buffers. Only the request that holds it may use it.
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(1, config.scheduler_config.max_num_seqs + 1):
             self._slots.put_nowait(slot)
 
     def check_voice(self, voice: str | None) -> None:
-        """Raise `RequestFailed("invalid_request", ...)` that lists the voices, unless the checkpoint has this one."""
+        """Raise `RequestFailed("invalid_request", ...)` with the list of voices if the checkpoint
+        lacks `voice`."""
         if voice:
             self.builder.check_voice(voice)
 
     def check_alive(self) -> None:
-        """Raise `StageDied` naming the first dead stage."""
+        """Raise `StageDied` with the name of the first dead stage."""
         for stage in self.stages:
             stage.check_alive()
 
@@ -213,7 +224,7 @@ class SpeechComposition:
         grids: VisualGrids,
         spoken: Speech,
     ) -> None:
-        """Put every code of the speech into the queue, then None."""
+        """Put every code of the speech into the queue, followed by None."""
         spoken.timings.last("thinker_done")
         joined = concat(states)
         token_ids = [*prompt_ids, *reply_ids]
@@ -242,7 +253,8 @@ class SpeechComposition:
             repetition_penalty=how.repetition_penalty,
             max_tokens=min(how.max_codes, room),
             stop_token_ids=stop,
-            seed=None if spoken.seed is None else spoken.seed % 2**63,  # vLLM's sampler keeps 64 bits with a sign
+            # vLLM's sampler uses signed 64-bit seeds
+            seed=None if spoken.seed is None else spoken.seed % 2**63,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )

@@ -34,16 +34,19 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VisualGrids:
-    """Sizes of the pictures and videos of a prompt, as the processor reports them; they shape rotary positions.
+    """Sizes of the images and videos of a prompt, as the processor reports them.
 
-    image_grid_thw, video_grid_thw: int64 [N, 3]. second_per_grid: fp32 [N videos]. audio_lengths: int64 [N], in
-    frames of the sound encoder's input.
+    They determine rotary positions.
     """
 
     image_grid_thw: torch.Tensor | None = None
+    """int64 [N, 3]."""
     video_grid_thw: torch.Tensor | None = None
+    """int64 [N, 3]."""
     second_per_grid: torch.Tensor | None = None
+    """Seconds per grid step of each video, fp32 [N]."""
     audio_lengths: torch.Tensor | None = None
+    """int64 [N], in frames of the audio encoder's input."""
 
     @property
     def any(self) -> bool:
@@ -51,7 +54,7 @@ class VisualGrids:
 
 
 def visual_grids(engine_input: Any) -> VisualGrids:
-    """Read the sizes out of the thinker's rendered prompt (`EngineInput`)."""
+    """Read the sizes from the thinker's rendered prompt (`EngineInput`)."""
     if engine_input.get("type") != "multimodal":
         return VisualGrids()
     items = engine_input["mm_kwargs"]
@@ -70,7 +73,8 @@ def visual_grids(engine_input: Any) -> VisualGrids:
 
 
 class TalkerPromptBuilder:
-    """Knows one checkpoint: its token ids, voices and embedding tables (which stay in the memory-mapped files)."""
+    """Builds talker prompts from one checkpoint's token ids, voices and (memory-mapped) embedding
+    tables."""
 
     def __init__(self, path: Path) -> None:
         config: Any = Qwen2_5OmniConfig.from_pretrained(path)
@@ -88,20 +92,26 @@ class TalkerPromptBuilder:
 
     @property
     def stop_codes(self) -> list[int]:
-        """Codec tokens that end the speech and are not part of it."""
+        """Codec tokens that end the speech without being part of it."""
         return [self.talker.tts_codec_pad_token_id, self.talker.tts_codec_end_token_id]
 
     def check_voice(self, name: str) -> None:
-        """Raise `RequestFailed("invalid_request", ...)` that lists the voices, unless the checkpoint has this one."""
+        """Raise `RequestFailed("invalid_request", ...)` with the list of voices if the checkpoint
+        lacks `name`."""
         if name not in self.voices:
             raise RequestFailed("invalid_request", f"voice {name!r} is unknown; known: {', '.join(self.voices)}")
 
     def build(
         self, token_ids: Sequence[int], prompt_len: int, states: HiddenStates, voice: str, grids: VisualGrids
     ) -> TalkerPrompt | None:
-        """Return the talker's prompt, or None if there is nothing to say (no reply token but the last).
+        """Return the talker's prompt, or None if the reply has no token except the last.
 
-        token_ids: prompt and reply of the thinker; states: final hidden states of all of them but the last, in order.
+        Args:
+            token_ids: Prompt and reply of the thinker.
+            prompt_len: Tokens of the prompt.
+            states: Final hidden states of all tokens except the last, in order.
+            voice: Name of the voice.
+            grids: Sizes of images and videos.
         """
         rows = len(token_ids) - 1
         if rows <= prompt_len:
@@ -134,7 +144,8 @@ class TalkerPromptBuilder:
         return embeddings
 
     def _positions(self, text_ids: Sequence[int], grids: VisualGrids) -> torch.Tensor:
-        """Rotary positions [3, L]; pictures and videos have theirs in three dimensions (transformers' own function)."""
+        """Return rotary positions [3, L]; images and videos have 3-D positions (by transformers'
+        own function)."""
         if not grids.any:
             return torch.arange(len(text_ids)).expand(3, -1).contiguous()
         ids = torch.tensor([text_ids])
@@ -151,6 +162,6 @@ class TalkerPromptBuilder:
 
     @functools.cached_property
     def _rope_model(self) -> Any:
-        """transformers' talker without weights: its position function is a method."""
+        """transformers' talker without weights, because its position function is a method."""
         with torch.device("meta"):
             return Qwen2_5OmniTalkerForConditionalGeneration(self.talker)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three engines of one Qwen2.5-Omni checkpoint: their arguments, and how they are started and stopped together.
+"""The three engines of one Qwen2.5-Omni checkpoint: their arguments, start and shutdown.
 
-Each is a stock `AsyncLLM` on the same directory. The thinker may also be the engine of vLLM's own server, which then
-owns it. Defaults leave most of a GPU to the thinker; everything can be overridden (`StageOptions`).
+Each is a stock `AsyncLLM` on the same directory. The thinker may instead be the engine of vLLM's
+own server, which then owns it. By default the thinker gets most of a GPU; `StageOptions` overrides
+everything.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from vllm_omni.pipeline.stage import Stage
 
 
 def thinker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
-    """vLLM's own Qwen2.5-Omni thinker on the AR worker."""
+    """Return arguments of vLLM's own Qwen2.5-Omni thinker on the AR worker."""
     defaults: dict[str, Any] = {
         "worker_cls": AR_WORKER_CLS,
         "scheduler_cls": AR_SCHEDULER_CLS,
@@ -67,12 +68,13 @@ def token2wav_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
 
 
 def _dtype(path: Path) -> str:
-    """The stored type: `auto` would make half precision of fp32 weights."""
+    """Return the stored dtype, because `auto` would convert fp32 weights to half precision."""
     return stored_dtype(read_config(path))
 
 
 class SpeechEngines:
-    """Owns the engines; `composition` serves requests. Use as `async with await SpeechEngines.start(path)`."""
+    """Owner of the engines; `composition` serves requests. Use as `async with await
+    SpeechEngines.start(path)`."""
 
     def __init__(self, composition: SpeechComposition) -> None:
         self.composition = composition
@@ -85,7 +87,8 @@ class SpeechEngines:
         thinker: AsyncLLM | None = None,
         **thinker_overrides: Any,
     ) -> Self:
-        """Start engines that do not run yet. `thinker`: an engine of somebody else. Stops all if one does not start."""
+        """Start the engines, except `thinker` if an existing engine is given. If one fails to
+        start, stop all others."""
         options = options or StageOptions()
         defaults = options.speech_defaults
         builder = await asyncio.to_thread(TalkerPromptBuilder, path)
@@ -95,8 +98,9 @@ class SpeechEngines:
         }
         if thinker is None:
             wanted = {"thinker": thinker_args(path, **thinker_overrides), **wanted}
-        # On a CPU each start is mostly waiting for processes that import and load: all side by side. On a GPU an engine
-        # measures its share by the memory in use before and after it loads, so nobody else may load meanwhile.
+        # On CPUs, a start mostly waits for imports and loading, so engines start concurrently. On
+        # GPUs an engine measures its memory as the difference before and after loading, so engines
+        # start one after another.
         names = list(wanted)
         turns = [names] if current_platform.is_cpu() else [[name] for name in names]
         stages: list[Stage] = []
@@ -115,7 +119,7 @@ class SpeechEngines:
         return cls(SpeechComposition(*stages, builder=builder, defaults=defaults))
 
     def shutdown(self) -> None:
-        """Stop every engine this object started; idempotent."""
+        """Shut down every engine that this object started. Idempotent."""
         for stage in self.composition.stages:
             stage.shutdown()
 

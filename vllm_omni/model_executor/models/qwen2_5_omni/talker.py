@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker on vLLM: codec tokens from the thinker's states, one row of them added at every step.
+"""The talker on vLLM: codec tokens from the thinker's hidden states, one of which is added at every
+step.
 
-Built from vLLM's own parts: `Qwen2Model` with layers whose attention takes an explicit head size (the talker's width is
-not heads x head size), `LogitsProcessor`, M-RoPE. New is how each token finds the rows of its request.
+It is built from vLLM's own parts: `Qwen2Model` with layers whose attention takes an explicit head
+size (the talker's width is not heads x head size), `LogitsProcessor`, and M-RoPE. The addition is
+how each token finds the hidden states of its request.
 
-**Slots.** vLLM hands `forward` no request id. Of all it hands over, only M-RoPE positions are a model's own choice: the
-model computes them per request (`get_mrope_input_positions`) and vLLM counts on from there. So the position of
-sequence index n of the request in slot s is `s << SLOT_SHIFT | n`, in all three rows; `forward` takes it apart and
-looks up embeddings, reply rows and the real rotary positions in buffers of fixed size. This holds in both runner
-generations, with chunked prefill, preemption, async scheduling and CUDA graphs, without a hook in any runner.
+**Slots.** vLLM passes no request id to `forward`. Of its arguments, a model controls only the
+M-RoPE positions: the model computes them per request (`get_mrope_input_positions`), and vLLM
+increments them from there. The position of sequence index n of the request in slot s is therefore
+`s << SLOT_SHIFT | n`, in all three dimensions. `forward` decodes it and looks up embeddings, reply
+states and the real rotary positions in fixed-size buffers. This works in both runner generations,
+with chunked prefill, preemption, async scheduling and CUDA graphs, without a hook in any runner.
 
-Requires prefix caching off (prompt ids of all requests look alike). Codec BOS is never sampled, as in the reference.
-Held by tests/engine/test_qwen2_5_omni.py.
+Requires prefix caching off, because prompt ids of all requests are alike. Codec BOS is never
+sampled, as in the reference.
 
-T tokens of a batch, S slots, L prompt tokens, R reply rows, D embedding size, H hidden size.
+T tokens of a batch, S slots, L prompt tokens, R reply states, D embedding size, H hidden size.
 """
 
 from collections.abc import Iterable
@@ -38,18 +41,20 @@ from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import MODALITY,
 ARCHITECTURE = "Qwen2_5OmniTalkerForConditionalGeneration"
 SLOT_SHIFT = 20
 MAX_SLOTS = 1 << (31 - SLOT_SHIFT)
-"""Runner V2 keeps positions in 32 bits."""
+"""Slots and indices must fit 32 bits, because Model Runner V2 stores positions as int32."""
 
 
 def talker_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`hf_overrides` of the talker's engine: of the whole checkpoint's config, its talker."""
-    talker = getattr(config, "talker_config", config)  # vLLM applies overrides to sub-configs' results again
+    """Return the talker's config from the whole checkpoint's (`hf_overrides` of the talker's
+    engine)."""
+    # vLLM also applies overrides to the sub-configs that they return
+    talker = getattr(config, "talker_config", config)
     talker.architectures = [ARCHITECTURE]
     return talker
 
 
 class _TalkerLayer(Qwen2DecoderLayer):
-    """`Qwen2DecoderLayer.forward` over an attention with explicit head size, bias on q, k, v and none on o."""
+    """`Qwen2DecoderLayer` with an explicit head size, bias on q, k and v, and none on o."""
 
     def __init__(self, config: Any, cache_config: Any = None, quant_config: Any = None, prefix: str = "") -> None:
         nn.Module.__init__(self)
@@ -121,9 +126,10 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
     # -- per request ---------------------------------------------------------------------------------------------
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
-        """Take over a request's rows; return its packed positions and their offset. vLLM calls it once a request.
+        """Copy a request's tensors into its slot; return its encoded positions and their offset.
+        vLLM calls this per request.
 
-        `input_tokens` may hold tokens already generated (a request that starts again after preemption).
+        After preemption, `input_tokens` may include tokens that were already generated.
         """
         slot = 0
         for feature in mm_features:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a talker request carries the thinker's reply: the one file that knows both ends of that wire.
+"""The format in which a talker request carries the thinker's reply, for both sender and receiver.
 
-A talker request is a stock `mm_input`: real prompt token ids (sampling penalties see them) and one item of length zero
-that carries tensors to the model. The client picks a `slot`, a number from 1 that no other request in flight uses;
-slot 0 belongs to requests without an item (vLLM's own warm-up). See `talker.py` for the model's side.
+A talker request is a stock `mm_input`: real prompt token ids (because sampling penalties use them),
+and one item of length zero with tensors for the model. The client chooses a `slot`, a number from 1
+that no other request in flight uses. Slot 0 is for requests without an item (vLLM's own warm-up).
+`talker.py` is the receiver.
 """
 
 from dataclasses import dataclass
@@ -16,17 +17,18 @@ MODALITY = "thinker"
 
 @dataclass(frozen=True)
 class TalkerPrompt:
-    """Everything one reply needs to be spoken. L prompt tokens, R reply rows, D the talker's embedding size.
-
-    token_ids: L codec ids. prompt_LD: the embedding of each prompt position (thinker states, embeddings and the codec
-    embeddings of the last two). reply_RD: added to the codec embedding of generated token k, the last row
-    from k = R-1 on. positions_3L: rotary positions, int64.
-    """
+    """The talker's input for one reply. L prompt tokens, R reply states, D the talker's embedding
+    size."""
 
     token_ids: list[int]
+    """L codec ids."""
     prompt_LD: torch.Tensor
+    """Embedding of each prompt position: hidden states, token embeddings, and the codec
+    embeddings of the last two."""
     reply_RD: torch.Tensor
+    """Added to the codec embedding of generated token k; the last one applies from k = R-1 on."""
     positions_3L: torch.Tensor
+    """Rotary positions, int64."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -68,6 +70,6 @@ class TalkerPrompt:
 
 
 def read_item(data: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """In the worker: `(prompt_LD, reply_RD, positions_3L, slot)` of a request's item."""
+    """Return `(prompt_LD, reply_RD, positions_3L, slot)` of a request's item, in the worker."""
     prompt, reply, positions, slot = (data[name].data for name in ("prompt", "reply", "positions", "slot"))
     return prompt, reply, positions, int(slot.item())

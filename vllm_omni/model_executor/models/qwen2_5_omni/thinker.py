@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own thinker, with sound resampled by PyAV.
+"""vLLM's own thinker, with audio resampled by PyAV.
 
-vLLM resamples with torchaudio by default, which is no dependency of vLLM's CPU builds: sound at any other rate than the
-model's 16 kHz was answered with 500. The method is an argument of the data parser, and each model's processing info
-makes its parser, so a subclass of both is the public way to choose. `serve_flags` names this architecture.
-Held by tests/model_executor/models/qwen2_5_omni/test_thinker_sound.py.
+By default vLLM resamples with torchaudio, which vLLM's CPU builds do not depend on. Audio at other
+sample rates than the model's 16 kHz then failed with status 500. The method is an argument of the
+data parser, which each model's processing info creates. Subclassing both is therefore the public
+way to choose it. `serve_flags` names this architecture.
 """
 
 from typing import Final

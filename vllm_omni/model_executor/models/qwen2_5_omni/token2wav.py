@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codec tokens to a waveform: transformers' flow-matching DiT and BigVGAN vocoder on the diffusion worker.
+"""Codec tokens to a waveform: transformers' flow-matching DiT and BigVGAN vocoder on the diffusion
+worker.
 
-One solver interval (`flow.py`) is one denoise step, so an abort takes effect between intervals and requests share
-batches. The solver is the 3/8-rule Runge-Kutta of the reference, on the same time grid, with operations in the same
-order: a whole clip equals transformers' `Qwen2_5OmniToken2WavModel.forward` bit for bit on one machine
-(tests/model_executor/models/qwen2_5_omni/test_token2wav.py).
+One solver interval (`flow.py`) is one denoise step, so an abort takes effect between intervals, and
+requests share batches. The solver is the reference's 3/8-rule Runge-Kutta on the same time grid
+with operations in the same order. A whole clip is therefore bitwise equal to transformers'
+`Qwen2_5OmniToken2WavModel.forward` on one machine.
 
-B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples; G and D as in `flow.py`.
+B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples; G and D as in
+`flow.py`.
 """
 
 import math
@@ -39,7 +41,7 @@ _PREFIX = "token2wav."
 _TIME_POINTS = 10
 _GUIDANCE_SCALE = 0.5
 _NO_GUIDANCE = 1e-5
-"""Below this the reference skips the unconditional half of the batch."""
+"""Below this guidance scale the reference skips the unconditional half of the batch."""
 
 
 @dataclass
@@ -73,7 +75,8 @@ class Token2WavPipeline(StepPipeline):
         self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Read this stage's tensors; `weights` (all of the checkpoint, one by one) is left unread."""
+        """Load this stage's tensors from the files; `weights` (all tensors of the checkpoint) is
+        not consumed."""
         state = dict(CheckpointTensors(self.path).below(_PREFIX))
         # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are derived, not stored.
         missing, unexpected = self.token2wav.load_state_dict(state, strict=False)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures of the Wan family: transformers, VAE, text and image encoder, without their networks.
+"""Architectures of the Wan family: transformer, VAE, text encoder and image encoder, without the
+networks.
 
-The command line and the config parser read these before anything heavy is imported. Keys of a
-`config.json` come in Wan's own or diffusers' style; nothing is guessed.
-Tests: tests/model_executor/models/lingbot_world/test_lingbot_config.py.
+The command line and the config parser import this module before anything heavy. Keys of a
+`config.json` are in Wan's or diffusers' style; missing values are not guessed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,22 +16,32 @@ from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPA
 
 @dataclass(frozen=True)
 class WanConfig:
-    """Sizes that all Wan transformers have; a family sets the defaults of its released model.
-
-    text_len: rows that every prompt is padded to; the networks were trained with them.
-    """
+    """Sizes of a Wan transformer. The defaults of a family's subclass are those of its released
+    model."""
 
     dim: int
+    """Hidden size."""
     ffn_dim: int
+    """Hidden size of the feed-forward layers."""
     in_channels: int
+    """Channels of the input, including conditioning."""
     num_heads: int
+    """Attention heads."""
     num_layers: int
+    """Transformer blocks."""
     out_channels: int = LATENT_CHANNELS
+    """Channels of the predicted latents."""
     freq_dim: int = 256
+    """Size of the sinusoidal timestep embedding; even."""
     text_dim: int = 4096
+    """Width of the text embeddings."""
     text_len: int = 512
+    """Sequence length that every prompt is padded to, because the networks were trained with
+    padding."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
+    """Patch size over (frame, row, column); only (1, 2, 2) is supported."""
     eps: float = 1e-6
+    """Epsilon of the norms."""
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
@@ -52,27 +62,31 @@ class WanConfig:
 
 @dataclass(frozen=True)
 class ChunkTransformerConfig(WanConfig):
-    """A causal transformer's sizes.
-
-    window_frames, sink_frames, frames_per_chunk: the checkpoint's recommendation; None = it has none.
-    native_size: height and width, in pixels, that the family's released models were trained at.
-    """
+    """Sizes of a causal transformer, with the serving parameters that its checkpoint recommends."""
 
     native_size: ClassVar[tuple[int, int]] = (480, 832)
+    """Height and width in pixels that the released models were trained at."""
 
     window_frames: int | None = None
+    """Recommended K/V window in latent frames, including sink frames. None: not specified."""
     sink_frames: int | None = None
+    """Recommended number of sink frames. None: not specified."""
     frames_per_chunk: int | None = None
+    """Recommended latent frames per chunk. None: not specified."""
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Pixel size -> latent size. Raises ValueError unless both are multiples of 16."""
+        """Convert a size in pixels to latent cells.
+
+        Raises:
+            ValueError: Height or width is not a multiple of 16.
+        """
         multiple = VAE_SPATIAL * self.patch_size[1]
         if height % multiple or width % multiple or min(height, width) < multiple:
             raise ValueError(f"height and width must be multiples of {multiple} pixels, got {height}x{width}")
         return height // VAE_SPATIAL, width // VAE_SPATIAL
 
     def tokens_per_frame(self, height: int, width: int) -> int:
-        """Tokens of a latent frame of a video of `height` x `width` pixels."""
+        """Return the tokens per latent frame of a video of `height` x `width` pixels."""
         latent_height, latent_width = self.latent_size(height, width)
         return latent_height * latent_width // (self.patch_size[1] * self.patch_size[2])
 
@@ -98,7 +112,7 @@ RENAMED = {
     "sink_size": "sink_frames",
     "num_frames_per_block": "frames_per_chunk",
 }
-"""Checkpoint key -> field, original style and diffusers style."""
+"""Checkpoint key -> field, in the original's style and diffusers' style."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "qk_norm": (True, "rms_norm_across_heads"),
@@ -108,10 +122,10 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
     "window_size": ([-1, -1], (-1, -1)),
 }
-"""Keys whose value must be one that the code implements."""
+"""Keys with the values that the code implements."""
 
 IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "architectures", "torch_dtype", "dtype")
-"""Keys that change nothing here (rotations are computed, so there is no longest sequence)."""
+"""Keys that have no effect here (rotations are computed, so the sequence length is unlimited)."""
 
 
 def check_keys(
@@ -121,9 +135,17 @@ def check_keys(
     required: Mapping[str, tuple[Any, ...]],
     ignored: Iterable[str],
 ) -> None:
-    """Raise ValueError naming unknown keys of the config `where`, and the first value that is not implemented.
+    """Validate the keys of the config `where`.
 
-    read: keys that give sizes. required, ignored: as in `read_architecture`.
+    Args:
+        values: The config.
+        where: Name of the config in errors.
+        read: Keys of sizes.
+        required: See `read_architecture`.
+        ignored: See `read_architecture`.
+
+    Raises:
+        ValueError: There are unknown keys, or a value is not implemented.
     """
     known = sorted({*read, *required, *ignored})
     if unknown := sorted(set(values) - set(known)):
@@ -132,7 +154,7 @@ def check_keys(
 
 
 def check_implemented(values: Mapping[str, Any], where: str, required: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError naming the first value of the config `where` that is not implemented."""
+    """Raise ValueError for the first value of the config `where` that is not implemented."""
     for key, allowed in required.items():
         if key in values and values[key] not in allowed:
             raise ValueError(f"{where} has {key} = {values[key]!r}; this model implements {allowed}")
@@ -146,11 +168,18 @@ def read_architecture(
     default_heads: int,
     default_dim: int,
 ) -> dict[str, Any]:
-    """Return the constructor arguments that `values` give.
+    """Convert a checkpoint's config to constructor arguments.
 
-    renamed: checkpoint key -> argument (`attention_head_dim` is folded into `dim`). required: keys whose value must be
-    one of those listed. ignored: keys that change nothing. Raises ValueError naming unknown keys, values that are not
-    implemented, and keys that contradict each other.
+    Args:
+        values: The config.
+        renamed: Checkpoint key -> argument. `attention_head_dim` is folded into `dim`.
+        required: Keys with the values that are implemented.
+        ignored: Keys that have no effect.
+        default_heads: Number of heads if the config has none.
+        default_dim: Hidden size if the config has none.
+
+    Raises:
+        ValueError: Keys are unknown or contradict each other, or a value is not implemented.
     """
     check_keys(values, "transformer config", renamed, required, (*ignored, *DESCRIPTIONS))
     fields: dict[str, Any] = {}
@@ -181,7 +210,8 @@ UMT5_XXL: dict[str, Any] = {
     "num_layers": 24,
     "num_heads": 64,
 }
-"""The released encoder. Everything else is `UMT5Config`'s default: gated tanh-GELU, 32 buckets up to 128, eps 1e-6."""
+"""The released encoder. Other values are `UMT5Config`'s defaults: gated tanh-GELU, 32 buckets up to
+128, eps 1e-6."""
 
 CLIP_VIT_H: dict[str, Any] = {
     "hidden_size": 1280,
@@ -195,11 +225,11 @@ CLIP_VIT_H: dict[str, Any] = {
 }
 """The released vision tower of image-to-video models (open-clip ViT-H/14)."""
 CLIP_HEAD_DIM = 80
-"""Of the released tower; tensors do not tell it."""
+"""Heads of the released tower, which tensor shapes do not show."""
 
 
 def clip_tokens(config: Mapping[str, Any]) -> int:
-    """Return how many rows a vision tower gives, the class token included."""
+    """Return the sequence length of a vision tower's output, including the class token."""
     return 1 + (int(config["image_size"]) // int(config["patch_size"])) ** 2
 
 
@@ -215,9 +245,12 @@ _LATENTS_STD = (
 LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
 """The condition of chunks after the image's, F latent frames each:
 
-- `streamed`: that part of the whole clip's encoding (the original, vLLM-Omni);
-- `second_chunk`: the second chunk's, again and again (SGLang);
-- `fresh_grey`: 1 + 4 F grey frames encoded as a clip of their own, without its first latent (PR 3701's extension).
+- `streamed`: the corresponding part of the whole clip's encoding (the original, vLLM-Omni);
+- `second_chunk`: the condition of the second chunk, repeated (SGLang);
+- `last_frame`: streamed for a number of video frames, then the last latent frame repeated (SGLang's
+  lazy encode);
+- `fresh_grey`: 1 + 4 F grey frames encoded as a separate clip, without its first latent (PR 3701's
+  extension).
 """
 
 _IMPLEMENTED = {
@@ -228,20 +261,27 @@ _IMPLEMENTED = {
     "is_residual": False,
     "patch_size": None,
 }
-"""Keys of a diffusers VAE config that must have these values: anything else is another network."""
+"""Keys of a diffusers VAE config with their required values; other values mean another network."""
 
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """Architecture of the autoencoder; the defaults are Wan 2.1. `latents_*` normalise each latent channel."""
+    """Architecture of the autoencoder. The defaults are Wan 2.1."""
 
     base_dim: int = 96
+    """Channels of the first level."""
     z_dim: int = 16
+    """Latent channels."""
     dim_mult: tuple[int, ...] = (1, 2, 4, 4)
+    """Multiple of `base_dim` per level."""
     num_res_blocks: int = 2
+    """Residual blocks per level."""
     temporal_downsample: tuple[bool, ...] = (False, True, True)
+    """Whether each level below the first halves the frame rate."""
     latents_mean: tuple[float, ...] = _LATENTS_MEAN
+    """Mean of each latent channel, for normalisation."""
     latents_std: tuple[float, ...] = _LATENTS_STD
+    """Standard deviation of each latent channel, for normalisation."""
 
     def __post_init__(self) -> None:
         if len(self.temporal_downsample) != len(self.dim_mult) - 1:
@@ -262,12 +302,16 @@ class VAEConfig:
 
     @property
     def temporal_factor(self) -> int:
-        """Pixel frames per latent frame, except the first of a stream, which stands for 1."""
+        """Video frames per latent frame. The first latent frame of a stream stands for one."""
         return int(2 ** sum(self.temporal_downsample))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "VAEConfig":
-        """Read a diffusers `AutoencoderKLWan` config. Raises ValueError on unknown keys or another architecture."""
+        """Read a diffusers `AutoencoderKLWan` config.
+
+        Raises:
+            ValueError: There are unknown keys, or the architecture is not supported.
+        """
         values = {key: value for key, value in config.items() if not key.startswith("_")}
         for key, implemented in _IMPLEMENTED.items():
             if values.pop(key, implemented) != implemented:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The chains of `chains.py`, which define the results, as Triton kernels. Import it where Triton is (`HAS_TRITON`).
+"""The fused pointwise ops of `chains.py` as Triton kernels. Import this module only with Triton
+(`HAS_TRITON`).
 
-A program holds one token's row in registers: it is read once and written once. fp32 inside, one rounding at the end.
-Shifts, scales, gates and rotations are read where they are, whatever they broadcast over. No launch depends on data.
-Held by tests/model_executor/models/wan/test_chain_kernels.py; timed by benchmarks/elementwise_kernels.py.
+`chains.py` defines the results. A program keeps one token in registers, so it reads and writes the
+token once. It computes in fp32 and rounds once at the end. Shifts, scales, gates and rotations are
+read in place with any broadcasting. No launch depends on data. `benchmarks/elementwise_kernels.py`
+measures the speed.
 """
 
-# B rows, T tokens, D width (of this rank), C = H/2 rotary lanes of a head. Triton reads parameters' annotations itself:
-# kernels have none but its own.
+# B batch entries, T tokens, D width (of this rank), C = H/2 rotary channels of a head. Kernel
+# parameters carry only Triton's own annotations, because Triton reads annotations itself.
 
 from typing import Any
 
@@ -23,9 +25,9 @@ from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 WARPS = 4
-"""Of a program: 8 were slower at 5120 channels, 16 slower still."""
+"""Warps per program. 8 were slower at 5120 channels, and 16 slower still."""
 GELU_WARPS = 8
-"""Of a program over a row of an FFN, 13824 channels in the largest."""
+"""Warps per program for one token of an FFN, up to 13824 channels."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -34,9 +36,10 @@ def _residual_kernel(
     tokens, gate_batch, gate_token, scale_batch, scale_token, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. None is left out.
+    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. Arguments
+    that are None are skipped.
 
-    token_scales: normed is divided by its token's, which is written there; None = it is not.
+    If `token_scales` is given, `normed` is divided by a scale per token, which is written there.
     """
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
@@ -84,7 +87,8 @@ def _rms_kernel(
     tokens, x_batch, x_token, squares_batch, squares_token, turn_batch, turn_token, dim, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out = x / rms(x) * weight, pairs of channels rotated. squares: None = `x` has all `dim` channels."""
+    """out = x / rms(x) * weight, with pairs of channels rotated. If `squares` is None, `x` has all
+    `dim` channels."""
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -112,9 +116,10 @@ def _store_kernel(
     k_token, squares_token, turn_token, v_token, out_kind, out_token, dim, eps,
     N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Kind 0 of out = keys as of `_rms_kernel`, kind 1 = values. scales: each head's divides them; None = kept so.
+    """Write keys as in `_rms_kernel` to kind 0 of `out` and values to kind 1, divided by `scales`
+    per head if given.
 
-    A program holds a token's heads, one beside the other: N of 2 C channels, of HEADS and 2 PAIRS that it has room for.
+    A program holds all heads of one token: N heads of 2 C channels, padded to HEADS of 2 PAIRS.
     """
     token, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, lane = tl.arange(0, HEADS)[:, None], tl.arange(0, 2 * PAIRS)[None, :]
@@ -284,7 +289,7 @@ def _residual(
     rounded: bool,
     **others: Any,
 ) -> Input:
-    """Write the sum to `total`; return its norm as `dtype`, or rounded."""
+    """Write the sum to `total`; return its norm in `dtype` or quantized."""
     normed = torch.empty_like(x, dtype=FP8 if rounded else dtype, memory_format=torch.contiguous_format)
     if not rounded:
         _add_and_norm(x, update, gate, total, normed, None, modulation, eps, **others)
@@ -307,7 +312,8 @@ def _add_and_norm(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     plus_one: bool = True,
 ) -> None:
-    """modulation: the factor and the term behind the norm, laid out alike."""
+    """Launch `_residual_kernel`. `modulation` holds the factor and the offset after the norm, with
+    equal strides."""
     shape, (scale, shift) = x.shape, modulation
     places = _places(scale, shape)
     assert places == _places(shift, shape)
@@ -340,7 +346,8 @@ def _rms(
 
 
 def _places(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
-    """Strides of rows and tokens of `tensor`, broadcast over `shape`, [(B,) T, D]; its channels are adjacent."""
+    """Return the batch and token strides of `tensor`, broadcast over `shape`, [(B,) T, D]. Channels
+    are contiguous."""
     if tensor is None:
         return 0, 0
     assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer's arithmetic between matrix products and attention, as pure functions.
+"""The transformer's fused pointwise ops between matrix products and attention, as pure functions.
 
-At full size each of these moves about 100 MB per operation when run eagerly; fused, each reads its inputs once: by the
-kernels of `chain_kernels.py` for tensors on CUDA, else by torch.compile. All compute in fp32 and round once at the end.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_transformer.py and
-tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
+In eager mode, each operation moves about 100 MB at full size. Fused, each function reads its inputs
+once: with the kernels of `chain_kernels.py` for tensors on CUDA, else with torch.compile. All
+functions compute in fp32 and round once at the end.
 """
 
-# x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary lanes
+# x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary channels
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,15 @@ from vllm_omni.model_executor.layers.kv_format import store
 from vllm_omni.model_executor.layers.rope import apply_rope
 from vllm_omni.model_executor.layers.rounded_input import Input, round_tokens
 
-# rounded: whether the result is rounded to FP8 for the linear layer that takes it (`rounded_input.takes_rounded`)
+# rounded: quantize the result to FP8 for the linear layer that takes it
+# (`rounded_input.takes_rounded`)
 
 
 def modulated_norm(
     x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, rounded: bool = False
 ) -> Input:
-    """LN(x) * (1 + scale) + shift as `dtype`; shift and scale are fp32 and broadcast over tokens."""
+    """Return LN(x) * (1 + scale) + shift as `dtype`. Shift and scale are fp32 and broadcast over
+    tokens."""
     normed = functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
     return round_tokens(normed, dtype) if rounded else normed.to(dtype)
 
@@ -43,9 +44,9 @@ def after_self_attention(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     rounded: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the gated attention; returns (x, its affine LayerNorm in the type of `weight`).
+    """Add the gated attention; return (x, its affine LayerNorm in the dtype of `weight`).
 
-    moved: factor and offset of the sum, shaped like `x` (the camera of LingBot World).
+    `moved` holds a factor and an offset of the sum, shaped like `x` (the camera of LingBot World).
     """
     x = (x + gate * update.float()).to(x.dtype)
     if moved is not None:
@@ -62,7 +63,7 @@ def after_cross_attention(
     eps: float,
     rounded: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the cross-attention; returns (x, its modulated LayerNorm in the type of `update`)."""
+    """Add the cross-attention; return (x, its modulated LayerNorm in the dtype of `update`)."""
     x = (x + update).to(x.dtype)
     return x, modulated_norm(x, shift, scale, eps, update.dtype, rounded)
 
@@ -77,32 +78,32 @@ def after_ffn(
     dtype: torch.dtype,
     rounded: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """`gated_add`, then the next block's `modulated_norm` of that; returns both."""
+    """Return the result of `gated_add`, and the next block's `modulated_norm` of it."""
     x = gated_add(x, update, gate)
     return x, modulated_norm(x, shift, scale, eps, dtype, rounded)
 
 
 def rounded_gelu(x: torch.Tensor) -> QuantizedActivation:
-    """GELU, by its formula with tanh, rounded to FP8."""
+    """Apply the tanh approximation of GELU and quantize to FP8."""
     return round_tokens(functional.gelu(x.float(), approximate="tanh"), x.dtype)
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x + gate * update, in the residual's type."""
+    """Return x + gate * update in the dtype of the residual stream."""
     return (x + gate * update.float()).to(x.dtype)
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Over channels (of this rank), fp32, last dimension kept."""
+    """Sum squares over the channels (of this rank), fp32, keeping the last dimension."""
     return x.float().square().sum(-1, keepdim=True)
 
 
 def rms_scale(
     x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
 ) -> torch.Tensor:
-    """RMS normalisation in the type of `x`.
+    """Apply RMS normalisation in the dtype of `x`.
 
-    squares: the sum of squares over all `dim` channels; None = `x` has them all.
+    `squares` is the sum of squares over all `dim` channels. If it is None, `x` has all channels.
     """
     return _scaled(x, squares, weight, dim, eps).to(x.dtype)
 
@@ -116,7 +117,7 @@ def rms_rope(
     dim: int,
     eps: float,
 ) -> torch.Tensor:
-    """`rms_scale`, cut into heads [..., T, N, H] and rotated, in the type of `x`."""
+    """Apply `rms_scale`, split into heads [..., T, N, H] and rotate, in the dtype of `x`."""
     heads = _scaled(x, squares, weight, dim, eps).unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
     return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)
 
@@ -133,7 +134,7 @@ def store_keys_values(
     stored_2TNH: torch.Tensor,
     scales_2N: torch.Tensor | None,
 ) -> None:
-    """Write `rms_rope` of keys [T, D], and values [T, D], to where a window keeps them (`KVPlace`)."""
+    """Write `rms_rope` of keys [T, D], and values [T, D], into a window's memory (`KVPlace`)."""
     keys = rms_rope(k, squares, weight, cos_TC, sin_TC, dim, eps)
     values = v.unflatten(-1, keys.shape[-2:])
     store((keys, values), scales_2N, stored_2TNH)
@@ -146,7 +147,7 @@ def _scaled(x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor,
 
 @dataclass(frozen=True)
 class Chains(chains.Chains):
-    """The functions above: plain, each compiled for the static shapes it meets, or, for tensors on CUDA, a kernel."""
+    """The functions above: plain, compiled for static shapes, or a kernel for tensors on CUDA."""
 
     modulated_norm: Callable[..., Any] = modulated_norm
     after_self_attention: Callable[..., tuple[torch.Tensor, Any]] = after_self_attention

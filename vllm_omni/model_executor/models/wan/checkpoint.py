@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a Wan checkpoint keeps its frozen components: Wan's own file names or the diffusers folders.
+"""Locate the frozen components of a Wan checkpoint, under Wan's own file names or in diffusers'
+folders.
 
-Files that the checkpoint's directory lacks are looked for in its `assets/`, a folder or a link to a directory that
-several checkpoints share.
+Files that are missing in the checkpoint's directory are searched in its `assets/`, a folder or a
+link to a directory that several checkpoints share.
 
-Only looks; `weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an
-engine with dummy weights starts from configs alone, and a stage that decodes nothing needs no VAE. A family adds where
-its transformer is. Held by tests/model_executor/models/lingbot_world/test_checkpoint.py.
+This module only locates files; `weights.py` loads them. A missing component is an error only when
+it is needed (`require`). An engine with dummy weights can therefore start from configs alone, and a
+stage that does not decode needs no VAE. Each model family adds the location of its transformer.
 """
 
 import math
@@ -49,34 +50,37 @@ _TINY_VAE_PLACES = (TINY_VAE_FILE, "taew2_1.safetensors")
 
 @dataclass(frozen=True)
 class WanComponents:
-    """The resolved places of a checkpoint's pieces; None = not there.
-
-    root: the folder that holds them. transformer: a folder of safetensors, or a weight file. vae, text_encoder,
-    image_encoder: a `.pth`/`.safetensors` file or a folder. tiny_vae: a TAEHV file. Subclasses set `download_name`, the
-    name `vllm-omni download` takes.
-    """
+    """The paths of a checkpoint's components. Subclasses set `download_name`, the name for
+    `vllm-omni download`."""
 
     download_name: ClassVar[str]
 
     root: Path
+    """Folder that holds the components."""
     transformer: Path
+    """Folder of safetensors, or a weight file."""
     vae: Path | None
+    """`.pth` or `.safetensors` file, or a folder. None: missing."""
     text_encoder: Path | None
+    """`.pth` or `.safetensors` file, or a folder. None: missing."""
     tokenizer: Path | None
+    """Folder of the tokenizer. None: missing."""
     image_encoder: Path | None = field(default=None, kw_only=True)
+    """`.pth` or `.safetensors` file, or a folder. None: missing."""
     tiny_vae: Path | None = field(default=None, kw_only=True)
+    """TAEHV file. None: missing."""
 
     @classmethod
     def of(cls, root: Path, transformer: Path, **own: Any) -> Self:
-        """The layout with the components that `root` holds. own: the family's fields."""
+        """Return the layout with the components in `root`; `own` holds the fields of the family."""
         return cls(root=root, transformer=transformer, **find_components(root), tiny_vae=find_tiny_vae(root), **own)
 
     def release(self) -> str:
-        """The name under which `vllm-omni download` fetches this checkpoint."""
+        """Return the name under which `vllm-omni download` fetches this checkpoint."""
         return self.download_name
 
     def require(self, *pieces: Piece) -> None:
-        """Raise ValueError of one line unless the named pieces are there with their weights."""
+        """Raise ValueError (one line) unless the named components exist with their weights."""
         missing = [piece for piece in pieces if not self._present(piece)]
         if missing:
             places = {piece: COMPONENT_PLACES.get(piece, ("*.safetensors",)) for piece in missing}
@@ -91,7 +95,8 @@ class WanComponents:
         return open_tensors(self.transformer)
 
     def check_transformer(self, expected: Mapping[str, Shape], rules: Rules = ()) -> None:
-        """Raise ValueError unless the transformer's tensors, renamed by `rules`, have the expected names and shapes."""
+        """Raise ValueError unless the transformer's tensors, renamed by `rules`, have the expected
+        names and shapes."""
         found = {rename(name, rules): shape for name, shape in self.open_transformer().shapes.items()}
         check_shapes(found, expected, str(self.transformer))
 
@@ -109,7 +114,8 @@ class WanComponents:
         return any(place.glob("tokenizer*.json" if piece == "tokenizer" else "*.safetensors"))
 
     def vae_config(self) -> VAEConfig:
-        """Return the VAE's architecture from its config, else from its weights' shapes, else the released one."""
+        """Return the VAE's architecture from its config, from its weights' shapes, or by default
+        the released one."""
         if self.vae is not None and (self.vae / "config.json").exists():
             return VAEConfig.from_dict(read_json(self.vae / "config.json"))
         if self.vae is None or self.vae.is_dir():
@@ -118,7 +124,8 @@ class WanComponents:
         return VAEConfig(base_dim=shapes["encoder.conv_in.weight"][0], z_dim=shapes["post_quant_conv.weight"][0])
 
     def text_config(self) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, else its weights' shapes, else the released ones."""
+        """Return `UMT5Config` values from the encoder's config, from its weights' shapes, or by
+        default the released ones."""
         if stated := stated_text(self.text_encoder):
             return stated
         if self.text_encoder is None or self.text_encoder.is_dir():
@@ -138,7 +145,8 @@ class WanComponents:
         }
 
     def clip_config(self) -> dict[str, Any]:
-        """Return `CLIPVisionConfig` values from the encoder's config, else its weights' shapes, else the released."""
+        """Return `CLIPVisionConfig` values from the encoder's config, from its weights' shapes, or
+        by default the released ones."""
         path = self.image_encoder
         if path is not None and (path / "config.json").exists():
             stated = read_json(path / "config.json")
@@ -159,7 +167,8 @@ class WanComponents:
         }
 
     def checked_vae(self, latent_channels: int) -> VAEConfig:
-        """Return the VAE's architecture if it fits the transformer. Raises ValueError in one line, as the next two."""
+        """Return the VAE's architecture, or raise ValueError (one line) if it does not fit the
+        transformer."""
         vae = self.vae_config()
         if vae.z_dim != latent_channels:
             raise ValueError(f"{self.root}: the VAE has {vae.z_dim} latent channels, the transformer {latent_channels}")
@@ -190,11 +199,23 @@ def chunk_hf_config(
     context: Literal["umt5", "clip"] = "umt5",
     **facts: str,
 ) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for a chunk-by-chunk Wan model, JSON types only. Raises ValueError.
+    """Return the fields of vLLM's config object for a causal Wan model, JSON types only.
 
-    rules: stored names of the transformer -> its own. context: the encoder whose rows cross-attention sees. Besides the
-    keys vLLM reads: under `name`, `transformer` (its config as stored), `vae` and `context` (architectures in
-    diffusers' and transformers' keys), and `facts`.
+    In addition to the keys that vLLM reads, `name` holds `transformer` (its config as stored),
+    `vae` and `context` (architectures in diffusers' and transformers' keys), and `facts`.
+
+    Args:
+        architecture: Name of the model class.
+        name: Key of the family's own fields.
+        layout: Components of the checkpoint.
+        transformer: Config of the transformer as stored.
+        config: The same, parsed.
+        rules: Renames from the stored tensor names to the transformer's.
+        context: Encoder of the embeddings for cross-attention.
+        facts: Further fields under `name`.
+
+    Raises:
+        ValueError: The components do not fit together.
     """
     if context == "umt5":
         encoder = layout.checked_text(config.text_dim)
@@ -214,7 +235,8 @@ def chunk_hf_config(
 def engine_fields(
     architecture: str, *, dim: int, heads: int, layers: int, context: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields of vLLM's config object that it reads itself. context: of the encoder of prompts or images."""
+    """Return the fields of vLLM's config object that vLLM reads. `context` is the config of the
+    prompt or image encoder."""
     return {
         "architectures": [architecture],
         "dtype": "bfloat16",
@@ -229,7 +251,8 @@ def engine_fields(
 def stated_text(encoder: Path | None) -> dict[str, Any]:
     """Return `UMT5Config` values from the `config.json` of a text encoder's folder; {} without one.
 
-    Raises ValueError if it is another model's.
+    Raises:
+        ValueError: It is the config of another model.
     """
     if encoder is None or not (encoder / "config.json").exists():
         return {}
@@ -240,7 +263,8 @@ def stated_text(encoder: Path | None) -> dict[str, Any]:
 
 
 def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]:
-    """Return `text` if its rows have the width that the transformer takes. Raises ValueError in one line."""
+    """Return `text` if its embeddings have the width that the transformer takes, else raise
+    ValueError (one line)."""
     if text["d_model"] != width:
         raise ValueError(
             f"{root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
@@ -250,10 +274,16 @@ def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]
 
 
 def find_transformer(path: Path, names: Sequence[str], found: Callable[[Path], bool], model: str) -> tuple[Path, Path]:
-    """Return (the transformer's folder, the folder of the components) below, or when `path` is the former, beside it.
+    """Return the folder of the transformer and the folder of the components.
 
-    names: the transformer's folder below `path`, the first that is one wins. found: whether a folder is one. model: its
-    name for people. Raises ValueError of one line that names the pieces found and those looked for.
+    Args:
+        path: The folder of the components, or the transformer's folder inside it.
+        names: Names of the transformer's folder in `path`, in order of preference.
+        found: Returns whether a folder is a transformer's.
+        model: Name of the model in errors.
+
+    Raises:
+        ValueError: There is no transformer; one line with what was found and what was expected.
     """
     folder = next((path / name for name in names if found(path / name)), None)
     if folder is not None:
@@ -268,7 +298,8 @@ def find_transformer(path: Path, names: Sequence[str], found: Callable[[Path], b
 
 
 def find_components(root: Path) -> dict[str, Path | None]:
-    """Return the places of the pieces of `COMPONENT_PLACES` in `root` or its assets; None = nowhere."""
+    """Return the paths of the components of `COMPONENT_PLACES` in `root` or its assets; None:
+    missing."""
     return {piece: _own_or_shared(root, names) for piece, names in COMPONENT_PLACES.items()}
 
 
@@ -282,7 +313,8 @@ def has_components(root: Path) -> bool:
 
 
 class StoredShapes(dict[str, Shape]):
-    """The shapes of a file's tensors, under the names that `rules` give them. Raises ValueError for one not there."""
+    """The shapes of a file's tensors, under the names that `rules` give them. Raises ValueError for
+    a missing name."""
 
     def __init__(self, path: Path, rules: Rules) -> None:
         super().__init__({rename(name, rules): shape for name, shape in open_tensors(path).shapes.items()})

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one chunk's clean latents to its video frames, by one of two decoders, and the state for the next chunk.
+"""Decode one chunk's clean latents to video frames with one of two decoders, and return the state
+for the next chunk.
 
-A decoder that has decoded the chunk before goes on from its own features (`VAECache`), so that a stream equals the
-whole clip. One that has not (the stream's chunks went to the other decoder, or `continuation` is `restart`, PR 3701's
-extension) begins again: it decodes the newest latents before the chunk once more and drops their frames, so that frame
-counts are those of a stream that never switched. How near that is to never having stopped:
+A decoder that decoded the previous chunk continues from its features (`VAECache`), so that a stream
+equals the decode of the whole clip. A decoder that did not (because the other one decoded, or
+because `continuation` is `restart`, PR 3701's extension) restarts: it first decodes the newest
+latents before the chunk again and drops their frames. Frame counts therefore equal those of an
+uninterrupted stream. The accuracy of a restart depends on the decoder:
 
-- the tiny decoder looks `REACH` latents back and gets as many: its frames are those of a stream that is all its own;
-- Wan's looks dozens back and gets `RESTART_LATENTS` (a causal convolution looks two back): an approximation, which
-  fades as the stream goes on. More would be nearer, and as slow as the other decoder.
-
-Held by tests/model_executor/models/wan/test_chunk_decoder.py and
-tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
+- The tiny decoder depends on `REACH` latents and receives as many, so its frames equal those of an
+  uninterrupted stream.
+- Wan's decoder depends on dozens of latents and receives `RESTART_LATENTS` (one causal convolution
+  depends on two). This is an approximation, and its error fades as the stream continues. More
+  latents would be more accurate but as slow as the other decoder.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -31,27 +32,29 @@ from vllm_omni.saved_tensors import SavedTensors
 
 RESTART_LATENTS = 2
 _JOINED_CELLS = 4096
-"""Latent cells of a frame of all streams that are decoded together: above it arithmetic takes the time, not calls."""
+"""Maximum latent cells per frame, over all streams that are decoded together. Above it the decode
+is compute-bound."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderState:
-    """A stream's decoder state. Immutable; forks share it.
-
-    cache: of the decoder that made the last frames; None = whichever comes begins again. tiny: that was the second one.
-    newest: the last latents [1, 16, F, h, w], fp32, as many as a decoder may begin again with; None = never needed.
-    """
+    """A stream's decoder state. Immutable; forks share it."""
 
     cache: VAECache | None
+    """Features of the decoder that made the last frames. None: the next decoder restarts."""
     newest: torch.Tensor | None = None
+    """The last latents [1, 16, F, h, w], fp32, as many as a restart needs. None: no restart can
+    happen."""
     tiny: bool = False
+    """Whether the tiny decoder made the last frames."""
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by stable name, for digests and snapshots; the names say which decoder's they are."""
+        """Return the tensors by stable name, for digests and snapshots. The names identify the
+        decoder."""
         cache = {} if self.cache is None else self.cache.tensors()
         named = {f"{_TINY if self.tiny else ''}{name}": tensor for name, tensor in cache.items()}
         return named if self.newest is None else {**named, _NEWEST: self.newest}
@@ -66,21 +69,24 @@ _TINY, _NEWEST = "tiny.", "newest"
 
 @dataclass(frozen=True)
 class DecoderLayout:
-    """Layout of the `DecoderState` of a stream of `height` x `width` pixels on this rank.
-
-    main, tiny: caches of the two decoders; None = that one keeps none, or is not there.
-    """
+    """Shapes of a stream's `DecoderState` on this rank."""
 
     height: int
+    """Pixels."""
     width: int
+    """Pixels."""
     main: CacheLayout | None
+    """Cache of Wan's decoder. None: it has no cache here."""
     tiny: CacheLayout | None
+    """Cache of the tiny decoder. None: it has no cache, or is not loaded."""
 
     def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> DecoderState:
-        """Take the state that was saved after `num_latents` latent frames.
+        """Restore the state that was saved after `num_latents` latent frames, possibly by a server
+        with other decoders.
 
-        It may come from a server with other decoders beside `main`. Raises `RequestFailed("invalid_snapshot")` naming a
-        tensor that is missing or of another shape or dtype.
+        Raises:
+            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or has
+                another shape or dtype.
         """
         newest = None
         shape = saved.shape(_NEWEST)
@@ -94,7 +100,7 @@ class DecoderLayout:
             if self.tiny is not None:
                 return DecoderState(self.tiny.restore(saved.under(_TINY), device), newest, True)
             if newest is not None and self.main is not None:
-                saved.leave(_TINY)  # nobody here goes on from it
+                saved.leave(_TINY)  # no decoder of this server continues from it
                 return DecoderState(None, newest)
         if self.main is not None:
             return DecoderState(self.main.restore(saved, device), newest)
@@ -104,12 +110,16 @@ class DecoderLayout:
 
 
 class ChunkDecoder:
-    """Decodes one chunk after another. Owns no session; `main` needs its decoder.
+    """Decodes chunks of any session, without holding session state.
 
-    main: decodes all chunks but those that are asked of `tiny`, if that is there. rounding: of pixels to uint8 levels.
-    continuation: of `main`, see above.
-    largest_cells: latent cells of a frame of the largest stream. No more are decoded together than one of these has, or
-    as many of these as fit `_JOINED_CELLS`: warm-up counts the memory of both.
+    Args:
+        main: Decodes all chunks that are not requested from `tiny`. It must have its decoder.
+        tiny: The tiny decoder, if loaded.
+        rounding: Rounding of pixels to uint8.
+        continuation: How `main` continues a stream; see the module docstring.
+        largest_cells: Latent cells per frame of the largest stream. Streams are decoded together up
+            to this size, or up to as many of these as fit `_JOINED_CELLS`. Warm-up measures the
+            memory of both.
     """
 
     def __init__(
@@ -129,16 +139,24 @@ class ChunkDecoder:
         self._num_kept = max(RESTART_LATENTS if self._restarts else 0, REACH if tiny is not None else 0)
 
     def can_be_tiny(self, before: DecoderState | None) -> bool:
-        """Whether the next chunk behind `before` can go to the tiny decoder: not if that has nothing to begin with."""
+        """Return whether the tiny decoder can decode the next chunk: it needs the latents for a
+        restart."""
         return self.tiny is not None and (before is None or before.tiny or before.newest is not None)
 
     def decode(
         self, latents_1CFhw: torch.Tensor, before: DecoderState | None, *, tiny: bool = False
     ) -> tuple[torch.Tensor, DecoderState]:
-        """Return pixels [1, 3, T, H, W] of the stream's next latents, T = 4 F (4 F - 3 at its start), and new state.
+        """Decode the next latents of a stream.
 
-        tiny: by the tiny decoder (`can_be_tiny`). Where several ranks decode bands of rows, `main` returns the band
-        and the tiny one whole frames.
+        Args:
+            latents_1CFhw: Clean latents.
+            before: State after the previous chunk. None: the stream starts.
+            tiny: Use the tiny decoder; requires `can_be_tiny`.
+
+        Returns:
+            Pixels [1, 3, T, H, W] with T = 4 F (4 F - 3 at the start of a stream), and the new
+            state. If ranks decode bands of rows, `main` returns this rank's band, and the tiny
+            decoder whole frames.
         """
         decoder = self.main
         if tiny:
@@ -149,7 +167,8 @@ class ChunkDecoder:
             cache, newest = before.cache if before.tiny == tiny else None, before.newest
         if cache is None and newest is not None:
             again = newest[:, :, -(REACH if tiny else RESTART_LATENTS) :]
-            for piece in again.split(latents_1CFhw.shape[2], dim=2):  # no larger than chunks are: no more memory
+            # parts are no larger than chunks, so that no more memory is needed
+            for piece in again.split(latents_1CFhw.shape[2], dim=2):
                 _, cache = decoder.decode(piece, cache)
         pixels, cache = decoder.decode(latents_1CFhw, cache)
         if self._restarts and not tiny:
@@ -159,7 +178,8 @@ class ChunkDecoder:
     def decode_frames(
         self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: DecoderState | None, *, tiny: bool = False
     ) -> tuple[torch.Tensor | None, DecoderState]:
-        """`decode`, as uint8 frames [T, H, W, 3]; None on the ranks that decode further bands of rows."""
+        """Return `decode` as uint8 frames [T, H, W, 3]; None on ranks other than the first if ranks
+        decode bands."""
         pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
         frames = to_uint8(pixels, self._rounding)
         if tiny or not isinstance(self.main, StreamingWanVAE) or self.main.bands is None:
@@ -169,12 +189,13 @@ class ChunkDecoder:
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
     ) -> list[tuple[torch.Tensor, DecoderState]]:
-        """`decode_together`, as uint8 frames [T, H, W, 3]."""
+        """Return `decode_together` as uint8 frames [T, H, W, 3]."""
         decoded = self.decode_together([latents.unsqueeze(0) for latents in latents_CFhw], before)
         return [(to_uint8(pixels, self._rounding), state) for pixels, state in decoded]
 
     def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
-        """How many chunks like this one behind `before` are decoded together at most (`decode_together`); 1 = alone."""
+        """Return how many chunks like this one can be decoded together (`decode_together`); 1:
+        separately."""
         if before is None or before.cache is None or before.tiny or not isinstance(self.main, StreamingWanVAE):
             return 1
         cells = latents_CFhw.shape[2] * latents_CFhw.shape[3]
@@ -183,7 +204,8 @@ class ChunkDecoder:
     def decode_together(
         self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
     ) -> list[tuple[torch.Tensor, DecoderState]]:
-        """`decode` by `main` for each of several streams (`most_streams`), equal within float tolerance."""
+        """Decode chunks of several streams with `main` in one pass (`most_streams`), equal to
+        `decode` within rounding."""
         cache = VAECache.joined([state.cache for state in before if state.cache is not None])
         pixels_B3THW, cache = self.main.decode(torch.cat(list(latents_1CFhw)), cache)
         return [
@@ -200,7 +222,8 @@ class ChunkDecoder:
         return both[:, :, -self._num_kept :].float().clone()
 
     def state_layout(self, height: int, width: int) -> DecoderLayout:
-        """Layout of the state of a stream of `height` x `width` pixels; runs nothing."""
+        """Return the layout of the state of a stream of `height` x `width` pixels, without running
+        anything."""
         return DecoderLayout(
             height,
             width,
@@ -209,7 +232,8 @@ class ChunkDecoder:
         )
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Most bytes of the state of a stream of `height` x `width` pixels; runs nothing."""
+        """Return the maximum bytes of the state of a stream of `height` x `width` pixels, without
+        running anything."""
         caches = [] if self._restarts else [self.main.decoder_cache_nbytes(height, width)]
         caches += [] if self.tiny is None else [self.tiny.decoder_cache_nbytes(height, width)]
         cells = (height // VAE_SPATIAL) * (width // VAE_SPATIAL)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's frozen components as parts of a streaming model: what they are built from, how they are built and loaded.
+"""Wan 2.1's frozen components in a streaming model: their configuration, construction and loading.
 
-A model that uses them has the attributes of `WanParts`. Of all weights, `WanChunkSetup` reads only the widths of the
-tiny decoder.
-Tests: the pipeline tests of causal Wan and LingBot World.
+A model that uses them has the attributes of `WanParts`. `WanChunkSetup` reads no weights except the
+widths of the tiny decoder.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,13 +33,14 @@ Options = TypeVar("Options", bound=StreamingOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
-    """The setup of a pipeline with Wan 2.1's frozen components; a family adds its own fields."""
+    """Setup of a pipeline with Wan 2.1's frozen components. A family adds its own fields."""
 
     vae_config: VAEConfig
+    """Architecture of the VAE."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
-    """Of the text encoder; empty without one."""
+    """`UMT5Config` values of the text encoder; empty without one."""
     image_config: Mapping[str, Any] = field(default_factory=dict)
-    """Of the image encoder for cross-attention; empty without one."""
+    """`CLIPVisionConfig` values of the image encoder for cross-attention; empty without one."""
 
     @classmethod
     def own_fields(
@@ -55,12 +55,16 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
 
     @property
     def wants_tiny_vae(self) -> str | None:
-        """The option that needs the tiny decoder, as a user would name it; None = none does."""
+        """Return the option that needs the tiny decoder, in the user's spelling, or None."""
         return "omni.model.decoder 'tiny'" if self.options.decoder == "tiny" else None
 
     @property
     def tiny_vae_channels(self) -> tuple[int, ...] | None:
-        """Widths of the tiny decoder, read off its file; None = nothing uses it. Raises ValueError."""
+        """Return the widths of the tiny decoder, read from its file, or None if it is not used.
+
+        Raises:
+            ValueError: The file is not a TAEHV file.
+        """
         return None if self.wants_tiny_vae is None else tiny_vae_channels(self.layout.tiny_vae)
 
 
@@ -71,9 +75,9 @@ class WanParts(Protocol):
     """Attributes of a model with these components."""
 
     text_encoder: TextEncoder | AwaitedText | None
-    """None on a VAE stage, and of a model that takes no prompts."""
+    """None on a VAE stage, and in a model without prompts."""
     image_encoder: ImageEncoder | None
-    """None on a VAE stage, and of a model that takes no images for cross-attention."""
+    """None on a VAE stage, and in a model without images for cross-attention."""
     vae: StreamingWanVAE
     tiny_vae: TinyVAEDecoder | None
     transformer: Any

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of the family's causal transformers: a forward of several sessions' chunks, with windows of keys and values.
+"""Base of the family's causal transformers: one forward pass over chunks of several sessions, with
+K/V windows.
 
-A row attends to whatever its window shows it, without a mask: causality is in the window's content. No step of the
-forward waits for the device: slots and lengths are host integers, tensors of each timestep stay on the device. It may
-come by CUDA graphs.
-Held by the tests of the families: tests/model_executor/models/causal_wan/test_causal_wan_graphs.py,
-tests/model_executor/models/lingbot_world/test_lingbot_graphs.py.
+A chunk attends to everything in its window without a mask, because the window contains only visible
+frames. No step of the forward pass synchronises with the device: slots and lengths are host
+integers, and timestep tensors stay on the device. Forward passes can be replayed as CUDA graphs.
 """
 
-# B rows (one chunk of one session each), F frames, T tokens of a chunk on this rank, D width, N heads (of this rank
-# where sharded), H head dim, C = H/2 rotary lanes, S rows of the context
+# B batch entries (one chunk of one session each), F frames, T tokens of a chunk on this rank, D
+# width, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels, S sequence
+# length of the context
 
 import copy
 from collections import OrderedDict
@@ -30,16 +30,19 @@ from vllm_omni.model_executor.models.wan.layers import Head, embed_time, unpatch
 from vllm_omni.model_executor.models.wan.transformer import Config, WanTransformer
 
 _KEPT_TIMESTEPS = 128
-"""Timesteps whose embedding is kept: 43 KiB each at 1.3B; the motion controller alone has 101 values."""
+"""Number of cached timestep embeddings (43 KiB each at 1.3B). The motion controller alone uses 101
+timesteps."""
 _MOST_JOINED_BYTES: Final = 2 << 30
-"""Of the inputs that graphs keep of a forward of several rows: warm-up counts the memory of one row's."""
+"""Maximum bytes of graph inputs for batches of several chunks. Warm-up measures the memory of a
+single chunk's."""
 
 
 class GraphView(KVView, Protocol):
-    """A window whose forwards may come by graph.
+    """A K/V window that forward passes in CUDA graphs can use.
 
-    places: the tensors that both calls read and write in place. graph_key: all that both do to them but for numbers on
-    the device. graph_kind: equal where the same kernels run, at other slots.
+    `places` are the tensors that `write` and `attend` access in place. `graph_key` covers all their
+    effects except values on the device. `graph_kind` is equal if the same kernels run, possibly at
+    other slots.
     """
 
     @property
@@ -52,40 +55,49 @@ class GraphView(KVView, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRow:
-    """Inputs of one row of a forward; tensors on the model's device, made once per chunk except `latents`.
-
-    latents: fp32 [16, F, h, w], noisy (or clean, at the context timestep). timestep: in [0, 1000]. frames: absolute
-    latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`.
-    window: written at `frames`. Layers are those of this stage.
-    """
+    """Inputs of one batch entry; tensors on the model's device, created once per chunk except
+    `latents`."""
 
     latents: torch.Tensor
+    """fp32 [16, F, h, w]: noisy, or clean in the clean-context pass."""
     timestep: float
+    """In [0, 1000]."""
     frames: range
+    """Absolute latent frames of the chunk."""
     rope: tuple[torch.Tensor, torch.Tensor]
+    """(cos_TC, sin_TC), fp32."""
     cross_kv: torch.Tensor
+    """[layers, 2, S, N, H] from `cross_attention_kv`, for the layers of this stage."""
     window: GraphView
+    """K/V window, written at `frames`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRow(ChunkRow):
-    """A row of a world that begins with an image. condition: [20, F, h, w], mask and latents; of the first stage."""
+    """A batch entry of a session that starts from an image."""
 
     condition: torch.Tensor | None
+    """Mask and latents [20, F, h, w]. None after the first stage."""
 
 
 class ChunkTransformer(WanTransformer[Config]):
-    """This rank's part of a network. Its rows are `ChunkRow`s.
+    """This rank's part of a causal network; its batch entries are `ChunkRow`s.
 
-    compiled: fuse the elementwise chains with torch.compile. cuda_graphs: launch forwards as graphs (`ForwardGraphs`).
+    Args:
+        config: Sizes of the network.
+        parallel: This rank. Default: a single rank.
+        residual_fp32: Keep the residual stream in fp32.
+        compiled: Compile the fused pointwise ops with torch.compile.
+        cuda_graphs: Replay forward passes as CUDA graphs (`ForwardGraphs`).
+        quantization: vLLM's config for `--quantization`.
     """
 
     chains_type: ClassVar[type[Chains]] = Chains
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
-    """Of a row: tensors, or lists of them, that are others at the next forward; they may be None. So are `cross_kv` and
-    `rope`."""
+    """Fields of a batch entry that change between forward passes: tensors, lists of tensors, or
+    None. `cross_kv` and `rope` are included."""
     steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
-    """Of these, the large ones that nobody writes to once they are made."""
+    """The large ones among them that are never written to after their creation."""
 
     def __init__(
         self,
@@ -107,10 +119,10 @@ class ChunkTransformer(WanTransformer[Config]):
         self.requires_grad_(False)
 
     def _add_layers(self) -> None:
-        """Make a family's layers beside the blocks."""
+        """Build a family's layers in addition to the blocks."""
 
     def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
-        """Return the arguments of this rank's `KVWindow`s except their frames and storage."""
+        """Return the arguments of this rank's `KVWindow`s, except their frames and storage."""
         return {
             "num_layers": self.num_local_layers,
             "tokens_per_frame": tokens_per_frame,
@@ -126,11 +138,18 @@ class ChunkTransformer(WanTransformer[Config]):
     def forward(
         self, rows: Sequence[Any], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
     ) -> torch.Tensor:
-        """Predict the flow eps - x0 of every row, [B, 16, F, h, w] fp32, and write each row's K/V at its frames.
+        """Predict the flow eps - x0 of every chunk and write its K/V at its frames.
 
-        Rows share F, h, w. `hidden_BTD` is the previous stage's result; stages before the last return theirs.
-        `kv_only` (no row's prediction is needed): the last stage stops after its last K/V write and returns zeros.
         Collective under tensor and sequence parallelism.
+
+        Args:
+            rows: Chunks with equal F, h, w.
+            hidden_BTD: Result of the previous pipeline stage. None on the first stage.
+            kv_only: No prediction is needed. The last stage stops after its last K/V write and
+                returns zeros.
+
+        Returns:
+            [B, 16, F, h, w] fp32 on the last stage; hidden states on earlier stages.
         """
         times = [self._time(row.timestep) for row in rows]
         time_BD = stack([time for time, _ in times])
@@ -144,13 +163,14 @@ class ChunkTransformer(WanTransformer[Config]):
             inputs |= {f"{number} {name}": tensor for name, tensor in self._moving(row).items()}
         if len(rows) > 1 and sum(tensor.nbytes for tensor in inputs.values()) > _MOST_JOINED_BYTES:
             return self._predict(rows, hidden_BTD, time_BD, time_B6D, kv_only)
-        held = [replace(row, window=copy.copy(row.window)) for row in rows]  # a closed window lets go of its memory
+        # a closed window drops its memory
+        held = [replace(row, window=copy.copy(row.window)) for row in rows]
 
         def predict(own: Inputs) -> torch.Tensor:
             placed = [self._placed(number, row, own) for number, row in enumerate(held)]
             return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
 
-        kind = None  # for the same rows seldom come together again
+        kind = None  # the same chunks are rarely batched together again
         if len(rows) == 1:
             kind = rows[0].window.graph_kind(rows[0].frames), addresses_key()
         return self.graphs(
@@ -164,7 +184,8 @@ class ChunkTransformer(WanTransformer[Config]):
         )
 
     def _moving(self, row: Any) -> Inputs:
-        """The tensors of a row that are others at the next forward, by field; of a list, by field and place in it."""
+        """Return the tensors of a batch entry that change between forward passes, by field and list
+        index."""
         cos, sin = row.rope
         moving: Inputs = {"cos": cos, "sin": sin}
         for name in ("cross_kv", *self.moving_fields):
@@ -176,7 +197,7 @@ class ChunkTransformer(WanTransformer[Config]):
         return moving
 
     def _placed(self, number: int, row: Any, own: Inputs) -> Any:
-        """The row of that number with its moving tensors among `own`."""
+        """Return the batch entry with its changing tensors replaced by those in `own`."""
         moving: dict[str, Any] = {}
         for name in self._moving(row):
             field, _, place = name.partition(".")
@@ -195,7 +216,7 @@ class ChunkTransformer(WanTransformer[Config]):
         time_B6D: torch.Tensor,
         kv_only: bool,
     ) -> torch.Tensor:
-        """`forward`, given the rows' time embeddings."""
+        """Run `forward` from the time embeddings."""
         latents = rows[0].latents
         num_tokens = self.num_tokens(latents)
         x = self.through_blocks(rows, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
@@ -207,7 +228,8 @@ class ChunkTransformer(WanTransformer[Config]):
         return unpatchify(patches, latents.shape[1:])
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return e [D] and its six modulation rows E [6, D] of a timestep, fp32; computed once for equal weights."""
+        """Return e [D] and its six modulation vectors E [6, D] of a timestep, fp32, cached for
+        equal weights."""
         key = timestep, weights_key()
         known = self._times.get(key)
         if known is None:
@@ -222,11 +244,11 @@ class ChunkTransformer(WanTransformer[Config]):
 
 
 class ImageTransformer(ChunkTransformer[Config]):
-    """This rank's part of a network whose rows are `ImageRow`s."""
+    """This rank's part of a network whose batch entries are `ImageRow`s."""
 
     moving_fields: ClassVar[tuple[str, ...]] = ("latents", "condition")
 
     def channels(self, row: ImageRow) -> torch.Tensor:
-        """The 36 input channels: noisy latents, then mask and condition."""
+        """Return the 36 input channels: noisy latents, then mask and condition."""
         assert row.condition is not None, "the first stage needs the condition"
         return torch.cat((row.latents, row.condition.to(row.latents)))

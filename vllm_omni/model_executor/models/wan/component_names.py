@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names of Wan 2.1's frozen components, as tables.
+"""Tensor names of Wan 2.1's frozen components, as tables.
 
-All come with Wan's own names (`.pth`) or with those of diffusers and transformers; `weights.py` loads by these tables,
-`checkpoint.py` reads sizes by them. Held by tests/model_executor/models/lingbot_world/test_weights.py.
+Components use Wan's own names (`.pth`) or those of diffusers and transformers. `weights.py` loads
+with these tables, and `checkpoint.py` reads sizes with them.
 """
 
 from vllm_omni.model_executor.weights import Rules
@@ -22,12 +22,12 @@ VAE_COMMON_RULES: Rules = (
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
 )
-"""Names that Wan 2.1's and 2.2's VAEs share."""
+"""Names that the VAEs of Wan 2.1 and 2.2 have in common."""
 
 VAE_RULES: Rules = (
     *VAE_COMMON_RULES,
     (r"\.downsamples\.(\d+)\.", r".down_blocks.\1."),
-    # The decoder's flat list is three residual blocks and an up-sampler for each level.
+    # Per level, the decoder's flat list has three residual blocks and an upsampler.
     *(
         (rf"\.upsamples\.{4 * level + block}\.", f".up_blocks.{level}.resnets.{block}.")
         for level in range(4)
@@ -35,7 +35,7 @@ VAE_RULES: Rules = (
     ),
     *((rf"\.upsamples\.{4 * level + 3}\.", f".up_blocks.{level}.upsamplers.0.") for level in range(3)),
 )
-"""Wan's own VAE names -> diffusers `AutoencoderKLWan`. Names that are diffusers' already pass unchanged."""
+"""Wan's VAE names -> diffusers' `AutoencoderKLWan`. Diffusers' own names pass unchanged."""
 
 TEXT_RULES: Rules = (
     (r"^encoder\.embed_tokens\.", "shared."),
@@ -49,7 +49,8 @@ TEXT_RULES: Rules = (
     (r"^blocks\.(\d+)\.ffn\.fc1\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_1."),
     (r"^blocks\.(\d+)\.ffn\.fc2\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
 )
-"""Wan's own umt5-xxl names -> transformers `UMT5EncoderModel`. Names that are transformers' already pass unchanged."""
+"""Wan's umt5-xxl names -> transformers' `UMT5EncoderModel`. Transformers' own names pass unchanged.
+"""
 
 CLIP_RULES: Rules = (
     (r"^vision_model\.", ""),
@@ -66,4 +67,5 @@ CLIP_RULES: Rules = (
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.2\.", ".mlp.fc2."),
 )
-"""Wan's own names of the vision tower, queries, keys and values apart -> transformers' `CLIPVisionModel`."""
+"""Wan's names of the vision tower, with separate queries, keys and values -> transformers'
+`CLIPVisionModel`."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fused decoder's latent frames, launched as CUDA graphs: for ranks that decode in bands, and wait for each host.
+"""Replay the latent frames of a fused decoder as CUDA graphs, for ranks that decode in bands and
+wait for each host.
 
-A graph reads and writes features at fixed places, so a stream's are copied there before its chunk and from there behind
-it; the stream that was decoded last finds its own. There are places for streams of one size, that of the first stream,
-which is warm-up's: memory for others was not counted. A graph repeats exchanges whose sizes follow from the height of
-the whole frame, so ranks must agree on the size, also where two heights give one of them bands of the same rows.
-Held by tests/model_executor/models/wan/test_decoder_graphs.py.
+A graph reads and writes features at fixed addresses. A stream's features are copied there before
+its chunk and back after it, except if the same stream was decoded last. The buffers fit streams of
+one size, that of the first stream (warm-up's), because memory for other sizes was not measured. A
+graph contains halo exchanges with sizes that depend on the height of the whole frame. Ranks must
+therefore agree on the size, even if two heights give one rank bands of the same shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +21,24 @@ LatentPass = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
 
 class DecoderGraphs:
-    """capture: see `ForwardGraphs`."""
+    """CUDA graphs of one decoder. For `capture` see `ForwardGraphs`."""
 
     def __init__(self, capture: Capture | None = None) -> None:
         self._graphs = ForwardGraphs(capture=capture)
         self.places: list[torch.Tensor] = []
-        """Of the features; empty until a stream comes."""
+        """Buffers of the features; empty until the first stream."""
         self._latent_height: int | None = None
         self._begun = False
-        """Whether a stream has begun here, on all ranks alike (a capture may fail on one of them)."""
+        """Whether the first frame of a stream has run, equal on all ranks, although a capture may
+        fail on one of them."""
         self._held: int | None = None
-        """The number of the first feature that was copied from the places, if they are still as they were then."""
+        """Number of the first feature that was copied out of the buffers, if the buffers are still
+        unchanged."""
 
     def serve(self, features: Sequence[torch.Tensor], latent_height: int | None = None) -> bool:
-        """Whether a stream with such features is decoded here; the first one decides.
+        """Return whether streams with such features use the graphs; the first call decides.
 
-        latent_height: of the whole frame, where features are those of a band.
+        `latent_height` is that of the whole frame if the features are a band's.
         """
         if not self.places:
             self.places, self._latent_height = [torch.empty_like(feature) for feature in features], latent_height
@@ -45,11 +48,18 @@ class DecoderGraphs:
     def __call__(
         self, x_BCTHW: torch.Tensor, features: list[Any], run: LatentPass, *, first: bool
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Decode one latent frame; returns frames and features, which are the places: `kept` leaves them to others.
+        """Decode one latent frame.
 
-        features: those of `serve`, or the places. first: of a stream, and features are zeros.
+        Args:
+            x_BCTHW: The latent frame.
+            features: Features accepted by `serve`, or the buffers.
+            run: The eager decode.
+            first: This is the first frame of a stream, and `features` are zeros.
+
+        Returns:
+            Frames and features. The features are the buffers; `kept` copies them out.
         """
-        # A first frame runs as it is when it comes for the first time: again, and warm-up has captured it.
+        # A first frame is eager the first time only. Warm-up then runs it again, which captures it.
         twice = first and not self._begun
         self._begun |= first
         for _ in range(2 if twice else 1):
@@ -58,7 +68,7 @@ class DecoderGraphs:
         return frames, self.places
 
     def kept(self, features: list[Any]) -> list[Any]:
-        """Features that the next decode leaves as they are."""
+        """Return features that the next decode does not overwrite."""
         if features is not self.places:
             return features
         copies = [place.clone() for place in features]
@@ -66,7 +76,7 @@ class DecoderGraphs:
         return copies
 
     def forget(self) -> None:
-        """Weights have changed."""
+        """Invalidate the graphs, because weights have changed."""
         self._graphs.forget()
         self.places, self._held, self._begun = [], None, False
 

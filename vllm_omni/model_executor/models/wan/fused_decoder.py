@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan decoder for a GPU, in few passes over memory: convolutions, and one kernel before each of them.
+"""A Wan decoder for GPUs with few passes over memory: convolutions, and one kernel before each of
+them.
 
-Of the parts in `fused_layers.py`, as the encoder. A latent frame at a time, so a stream cut anywhere equals one
-call over the whole clip bit for bit. `fused_decoder` says where it is used.
-Held by tests/model_executor/models/wan/test_fused_decoder.py.
+It is built from `fused_layers.py`, as is the encoder. It decodes one latent frame at a time, so a
+stream cut at any point is bitwise equal to one call over the whole clip. `fused_decoder` decides
+where it is used.
 """
 
-# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are [N, H, W, C] in memory
+# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
+# [N, H, W, C] in memory
 
 from collections.abc import Iterator
 from functools import partial
@@ -39,9 +41,12 @@ from vllm_omni.model_executor.models.wan.vae_layers import StreamedUpsample, fol
 
 
 def fused_decoder(decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = False) -> "FusedDecoder | None":
-    """The fused form of a built `WanDecoder3d`, or None where `fastest_passes` has none.
+    """Return the fused form of a built `WanDecoder3d`, or None if `fastest_passes` has none.
 
-    bands: those of `split_decoder`, if that was called. cuda_graphs: launch latent frames as graphs.
+    Args:
+        decoder: diffusers' decoder.
+        bands: Bands passed to `split_decoder`, if it was called.
+        cuda_graphs: Replay latent frames as CUDA graphs.
     """
     passes = fastest_passes(decoder.conv_in.weight)
     if passes is None:
@@ -50,9 +55,10 @@ def fused_decoder(decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = F
 
 
 class FusedDecoder(FusedLayers):
-    """Decodes latent frames by the layers of a `WanDecoder3d`, whose weights it lays out for its convolutions.
+    """Decodes latent frames with the layers of a `WanDecoder3d` and its weights in the layout of
+    its convolutions.
 
-    graphs: None = latent frames are launched kernel by kernel.
+    `graphs` is None if latent frames are launched eagerly.
     """
 
     def __init__(
@@ -64,11 +70,16 @@ class FusedDecoder(FusedLayers):
     def __call__(
         self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Decode one latent frame of streams.
+        """Decode one latent frame of several streams.
 
-        x_BCTHW: T = 1. features: their feature cache, replaced in place; None starts streams. shapes: of a stream's
-        features. Returns frames [B, 3, T, H, W], T = 4 (1 at a start), and the features, which are good until the next
-        decode of other streams (`kept`).
+        Args:
+            x_BCTHW: Latents, T = 1.
+            features: Feature cache of the streams, replaced in place. None: the streams start.
+            shapes: Shapes of one stream's features.
+
+        Returns:
+            Frames [B, 3, T, H, W] with T = 4 (1 at the start), and the features. The features are
+            valid until the next decode of other streams (`kept`).
         """
         self.derive()
         first = features is None
@@ -80,7 +91,7 @@ class FusedDecoder(FusedLayers):
         return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
 
     def kept(self, features: list[Any]) -> list[Any]:
-        """Features that decodes of other streams leave as they are."""
+        """Return features that decodes of other streams do not overwrite."""
         return features if self.graphs is None else self.graphs.kept(features)
 
     def _decode_in_place(self, x_BCTHW: torch.Tensor, features: list[torch.Tensor], *, first: bool) -> torch.Tensor:
@@ -93,7 +104,7 @@ class FusedDecoder(FusedLayers):
 
 
 def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Each level's blocks, and the frames of a later latent frame there."""
+    """Yield each level's blocks, with the number of frames there per later latent frame."""
     frames = 1
     for level in decoder.up_blocks:
         yield level.resnets, frames
@@ -102,7 +113,7 @@ def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 class _LatentPass(FramesPass):
-    """One latent frame on its way through the decoder. first: of its stream."""
+    """The decode of one latent frame; `first` if it is the first of its stream."""
 
     def __init__(
         self, whole: FusedDecoder, features: list[Any], streams: int, first: bool, *, in_place: bool = False
@@ -132,7 +143,8 @@ class _LatentPass(FramesPass):
         return Activation(cells, convolution.bias, shuffled=True)
 
     def _doubled(self, layer: WanCausalConv3d, at: Activation) -> torch.Tensor:
-        """Two frames of each, but of a stream's first latent, which leaves the layer's zeros as they are."""
+        """Double the frames, except for a stream's first latent, for which the layer's zero
+        features stay unchanged."""
         if self.first:
             self.index += 1
             return self.whole.passes.add_up(at)
@@ -141,7 +153,8 @@ class _LatentPass(FramesPass):
         return pairs.unflatten(-1, (2, -1)).movedim(-2, 1).flatten(0, 1).contiguous()
 
     def _pixels(self, at: Activation) -> torch.Tensor:
-        """The last convolution, to so few channels that its three taps are made beside each other and then added."""
+        """Apply the last convolution. It has so few output channels that its three taps are
+        computed side by side and then added."""
         decoder = self.whole.decoder
         layer = decoder.conv_out
         frames, _ = self.stacked(layer, at, Layout.IN_TURN, gamma=decoder.norm_out.gamma.flatten())

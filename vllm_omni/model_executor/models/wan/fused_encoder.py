@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan encoder for a GPU, in few passes over memory, as `fused_decoder.py` is a decoder.
+"""A Wan encoder for GPUs with few passes over memory, the counterpart of `fused_decoder.py`.
 
-Of the parts in `fused_layers.py`. A latent frame at a time, so a stream cut anywhere equals one call over the
-whole clip bit for bit. `fused_encoder` says where it is used.
-Held by tests/model_executor/models/wan/test_fused_encoder.py.
+It is built from `fused_layers.py`. It encodes one latent frame at a time, so a stream cut at any
+point is bitwise equal to one call over the whole clip. `fused_encoder` decides where it is used.
 """
 
 # B streams, T frames, C channels, H rows, W columns
@@ -28,13 +27,14 @@ from vllm_omni.model_executor.models.wan.stacked_frames import Activation
 
 
 def fused_encoder(encoder: Any) -> "FusedEncoder | None":
-    """The fused form of a built `WanEncoder3d`, or None where `fastest_passes` has none."""
+    """Return the fused form of a built `WanEncoder3d`, or None if `fastest_passes` has none."""
     passes = fastest_passes(encoder.conv_in.weight)
     return None if passes is None else FusedEncoder(encoder, passes)
 
 
 class FusedEncoder(FusedLayers):
-    """Encodes frames by the layers of a `WanEncoder3d`, whose weights it lays out for its convolutions."""
+    """Encodes frames with the layers of a `WanEncoder3d` and its weights in the layout of its
+    convolutions."""
 
     def __init__(self, encoder: Any, passes: Passes) -> None:
         super().__init__(encoder, _frames_of_blocks(encoder), None, passes)
@@ -43,10 +43,15 @@ class FusedEncoder(FusedLayers):
     def __call__(
         self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Encode the frames of one latent frame of streams.
+        """Encode the video frames of one latent frame of several streams.
 
-        x_BCTHW: T = 4 (1 at a start). features: their feature cache, replaced in place; None starts streams. shapes: of
-        a stream's features. Returns moments [B, 32, 1, H/8, W/8] and the features.
+        Args:
+            x_BCTHW: Frames, T = 4 (1 at the start).
+            features: Feature cache of the streams, replaced in place. None: the streams start.
+            shapes: Shapes of one stream's features.
+
+        Returns:
+            Moments [B, 32, 1, H/8, W/8], and the features.
         """
         first = features is None
         if features is None:
@@ -55,7 +60,7 @@ class FusedEncoder(FusedLayers):
 
 
 def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Each residual block, and the frames of a later latent frame there."""
+    """Yield each residual block, with the number of frames there per later latent frame."""
     frames = 2 ** sum(isinstance(layer, WanResample) and layer.mode == "downsample3d" for layer in encoder.down_blocks)
     for layer in encoder.down_blocks:
         if isinstance(layer, WanResidualBlock):
@@ -65,7 +70,7 @@ def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 class _LatentPass(FramesPass):
-    """The frames of one latent frame on their way through the encoder. first: of their stream."""
+    """The encode of the frames of one latent frame; `first` if they start their stream."""
 
     def __init__(self, whole: FusedEncoder, features: list[Any], streams: int, first: bool) -> None:
         super().__init__(whole, features, streams, first=first)
@@ -81,14 +86,15 @@ class _LatentPass(FramesPass):
         return by_streams(self.whole.passes.add_up(at), self.streams)
 
     def _downsample(self, layer: WanResample, at: Activation) -> Activation:
-        """The layers as they are: the cells of their convolutions do not overlap, so they move little memory."""
+        """Use the original layers: the cells of their convolutions do not overlap, so they move
+        little memory."""
         x_NCHW = self.whole.passes.add_up(at).permute(0, 3, 1, 2)
         x_NHWC = layer.resample(x_NCHW).permute(0, 2, 3, 1)
         if layer.mode == "downsample3d":
             x_BCTHW = by_streams(x_NHWC, self.streams)
             past_BCTHW = self.features[self.index]
             self.keep(x_BCTHW[:, :, -1:].clone(memory_format=torch.channels_last_3d))
-            if not self.first:  # a stream's first frame is a latent frame of its own
+            if not self.first:  # a stream's first frame is a complete latent frame
                 x_BCTHW = layer.time_conv(torch.cat((past_BCTHW, x_BCTHW), dim=2))
             return Activation(rows_last(x_BCTHW))
         return Activation(x_NHWC.contiguous())

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a fused Wan encoder and decoder: convolutions laid out for 2-D kernels, and one pass before each of them.
+"""Shared parts of the fused Wan encoder and decoder: convolutions in the layout of 2-D kernels, and
+one pass before each.
 
-The same sums as diffusers' layers in another order (`stacked_frames.py` says how), on the same parameters and the same
-feature cache: a stream may go on here that began in the plain network, and the other way round. Nothing is compiled.
-
-Held by tests/model_executor/models/wan/test_fused_decoder.py and test_fused_encoder.py there.
+The sums are those of diffusers' layers in another order (see `stacked_frames.py`), with the same
+parameters and the same feature cache. A stream can therefore switch between this form and the plain
+network. Nothing is compiled.
 """
 
-# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are [N, H, W, C] in memory
+# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
+# [N, H, W, C] in memory
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -35,14 +36,18 @@ from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES
 
 @dataclass(frozen=True)
 class Passes:
-    """The two passes beside convolutions, from `stack_kernels.py` or, as a reference, `stacked_frames.py`."""
+    """The two passes between convolutions, from `stack_kernels.py` or from its reference
+    `stacked_frames.py`."""
 
     stack_frames: StackFrames
+    """See `StackFrames`."""
     add_up: Callable[[Activation], torch.Tensor]
+    """Returns the sum of an `Activation`."""
 
 
 def fastest_passes(weight: torch.Tensor) -> Passes | None:
-    """The kernels for a network with such weights; None on a CPU, on an old GPU, in fp32 and without Triton."""
+    """Return the kernels for a network with such weights; None on CPUs, on old GPUs, in fp32 and
+    without Triton."""
     if not (HAS_TRITON and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
         return None
     if torch.version.cuda is not None and torch.cuda.get_device_capability(weight.device) < (8, 0):
@@ -53,13 +58,18 @@ def fastest_passes(weight: torch.Tensor) -> Passes | None:
 
 
 class FusedLayers:
-    """A network's convolutions over three frames, laid out for 2-D ones where that is faster.
+    """A network's convolutions over three frames, as 2-D convolutions where these are faster.
 
-    It keeps weights that it derives from some; `forget` them when weights were loaded.
+    Derived weights are cached; call `forget` after weights are loaded.
 
-    frames: parts of the network, each with the number of frames that its convolutions find in a latent frame (in a
-    stream's first one, 1). Those that find as many as `OF_FRAMES` knows combine them. Others, and those of no part, are
-    3-D, since cuDNN's is the faster one there: frames are small or have few channels.
+    Args:
+        network: The encoder or decoder.
+        frames: Parts of the network, with the number of frames per later latent frame at their
+            convolutions. Convolutions over a number in `OF_FRAMES` combine frames (Winograd). All
+            others stay 3-D, because cuDNN is faster there: the frames are small or have few
+            channels.
+        bands: This rank's band, if ranks decode together.
+        passes: The two passes between convolutions.
     """
 
     def __init__(
@@ -78,13 +88,13 @@ class FusedLayers:
                 layer.weight.data = fold_memory(layer.weight.data)
 
     def layout(self, layer: WanCausalConv3d) -> Layout:
-        """Of the input of `layer` behind a stream's first frame."""
+        """Return the input layout of `layer` after a stream's first frame."""
         if layer in self._combining:
             return Layout.COMBINED
         return Layout.IN_TURN if layer.kernel_size == (3, 3, 3) else Layout.SIDE_BY_SIDE
 
     def convolve(self, layer: WanCausalConv3d, frames: torch.Tensor, layout: Layout, streams: int) -> Activation:
-        """frames: `Stacked.frames` in `layout`, which is the layer's or `ALONE`."""
+        """Apply `layer` to `Stacked.frames` in `layout`, which is the layer's or `ALONE`."""
         rows = 0 if self.bands is not None else 1
         if layout is Layout.COMBINED:
             x = convolved_each(frames, self.derived(layer, self._combining[layer].transformed), (rows, 1))
@@ -96,16 +106,17 @@ class FusedLayers:
         return Activation(rows_last(x_BCTHW), layer.bias)
 
     def derived(self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`form` of the layer's weight, kept."""
+        """Return `form` of the layer's weight, cached."""
         if layer not in self._derived:
             weight: Any = layer.weight
             self._derived[layer] = form(weight)
             if weight.is_cuda:
-                torch.cuda.current_stream(weight.device).synchronize()  # the next decode may run on another stream
+                # the next decode may run on another CUDA stream
+                torch.cuda.current_stream(weight.device).synchronize()
         return self._derived[layer]
 
     def derive(self) -> None:
-        """Derive the weights of combined frames now: a graph that is captured must find them."""
+        """Compute the weights of combined frames now, because a graph capture must find them."""
         for layer, winograd in self._combining.items():
             self.derived(layer, winograd.transformed)
 
@@ -114,9 +125,14 @@ class FusedLayers:
 
 
 class FramesPass:
-    """Frames of some streams on their way through a network.
+    """The pass of several streams' frames through a network.
 
-    features: replaced in the list; in_place: written to. first: these are the streams' first frames.
+    Args:
+        layers: The network.
+        features: Feature cache, replaced in the list.
+        streams: Number of streams.
+        first: These are the streams' first frames.
+        in_place: Overwrite the tensors of the features.
     """
 
     def __init__(
@@ -124,12 +140,12 @@ class FramesPass:
     ) -> None:
         self.layers, self.features, self.streams, self.first, self.in_place = layers, features, streams, first, in_place
         self.index = 0
-        """Of the next layer's feature."""
+        """Index of the next layer's feature."""
 
     def stacked(
         self, layer: WanCausalConv3d, at: Activation, layout: Layout, *, want_sum: bool = False, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The input of `layer` and the sum; its feature is replaced."""
+        """Return the input of `layer` and the sum; replaces the layer's feature."""
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
         past_BCTHW = self.features[self.index]
         stacked = self.layers.passes.stack_frames(
@@ -156,7 +172,7 @@ class FramesPass:
     def convolve(
         self, layer: WanCausalConv3d, at: Activation, *, want_sum: bool = False, **more: Any
     ) -> tuple[Activation, torch.Tensor | None]:
-        """`layer` behind its pass, and the sum."""
+        """Apply `layer` after its pass; return the result and the sum."""
         layout = Layout.ALONE if self.first else self.layers.layout(layer)
         frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
         return self.layers.convolve(layer, frames, layout, self.streams), total
@@ -171,7 +187,7 @@ class FramesPass:
         return replace(at, residual=total)
 
     def middle(self, mid_block: Any, at: Activation) -> Activation:
-        """mid_block: diffusers' of an encoder or a decoder."""
+        """Run the middle block of diffusers' encoder or decoder."""
         at = self.residual(mid_block.resnets[0], at)
         for attention, block in zip(mid_block.attentions, mid_block.resnets[1:], strict=True):
             at = self.residual(block, self._attention(attention, at))
@@ -188,7 +204,7 @@ def convolved(x_NRWC: torch.Tensor, weight: torch.Tensor, padding: tuple[int, in
 
 
 def convolved_each(x_JBRWC: torch.Tensor, weight_JOCHW: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-    """[J, B, R, W, C], each J by its own weight, into one tensor [J, B, H, W, O]."""
+    """Convolve [J, B, R, W, C], each J with its own weight, into one tensor [J, B, H, W, O]."""
     streams, rows, width = x_JBRWC.shape[1:4]
     shape = (len(x_JBRWC), streams, rows + 2 * padding[0] - 2, width + 2 * padding[1] - 2, weight_JOCHW.shape[1])
     out_JBHWO = x_JBRWC.new_empty(shape)
@@ -204,16 +220,17 @@ def convolved_each(x_JBRWC: torch.Tensor, weight_JOCHW: torch.Tensor, padding: t
 
 
 def rows_last(x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """[B, C, T, H, W] -> [B T, H, W, C], contiguous."""
+    """Reshape [B, C, T, H, W] to [B T, H, W, C], contiguous."""
     return x_BCTHW.permute(0, 2, 3, 4, 1).flatten(0, 1).contiguous()
 
 
 def by_streams(x_NHWC: torch.Tensor, streams: int) -> torch.Tensor:
-    """[B T, H, W, C] -> [B, C, T, H, W], a view."""
+    """View [B T, H, W, C] as [B, C, T, H, W]."""
     return x_NHWC.unflatten(0, (streams, -1)).permute(0, 4, 1, 2, 3)
 
 
 def zero_features(x_BCTHW: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
-    """[B, C, 1 or 2, h, w] each, channels-last: of the zero frames before the first of streams. shapes: of one's."""
+    """Return zero features for the start of streams, each [B, C, 1 or 2, h, w] channels-last, from
+    one stream's `shapes`."""
     of_each = (x_BCTHW.new_zeros(len(x_BCTHW), *shape[2:], shape[1]) for shape in shapes)
     return [zeros.permute(0, 4, 1, 2, 3) for zeros in of_each]

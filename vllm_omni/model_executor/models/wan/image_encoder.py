@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start image -> rows for cross-attention: the CLIP vision tower of Wan 2.1's image-to-video models (ViT-H/14).
+"""Encode a start image for cross-attention with the CLIP vision tower of Wan 2.1's image-to-video
+models (ViT-H/14).
 
-The rows are the hidden states before the tower's last layer, all tokens, without the last norm; so the last layer is
-never built. Weights come with Wan's own names, in a file that also holds the text tower, or with transformers'.
-Held by tests/model_executor/models/wan/test_image_encoder.py.
+The result is the hidden states before the tower's last layer, for all tokens and without the final
+norm, so the last layer is never built. Weights have Wan's own names, in a file that also holds the
+text tower, or transformers' names.
 """
 
 # S tokens, E width
@@ -24,10 +25,14 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class ImageEncoder(nn.Module):
-    """The tower but for its last layer. Parameters are created empty; `weights.load_image_encoder` fills them.
+    """The vision tower without its last layer. Parameters are uninitialised until
+    `weights.load_image_encoder`.
 
-    config: `CLIPVisionConfig` values, of the whole tower. device: `model` = torch's default device now, `cpu` = host
-    memory, results are sent to the caller's device.
+    Args:
+        config: `CLIPVisionConfig` values of the whole tower.
+        device: `model`: torch's current default device. `cpu`: host memory; results are sent to the
+            caller's device.
+        dtype: Type of the weights.
     """
 
     def __init__(
@@ -54,7 +59,10 @@ class ImageEncoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels_1CHW: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return the rows [S, E] of an image [1, 3, H, W] in [-1, 1], in the tower's type, on `device` (its own)."""
+        """Return the hidden states [S, E] of an image [1, 3, H, W] in [-1, 1].
+
+        They have the tower's dtype and are on `device` (default: the tower's).
+        """
         weight = self.model.embeddings.class_embedding
         pixels = clip_pixels(pixels_1CHW.to(weight.device, torch.float32), self.model.config.image_size)
         rows_1SE = self.model(pixel_values=pixels.to(weight.dtype)).last_hidden_state
@@ -62,7 +70,8 @@ class ImageEncoder(nn.Module):
 
 
 def clip_pixels(pixels_1CHW: torch.Tensor, side: int) -> torch.Tensor:
-    """Pixels in [-1, 1] -> as the tower takes them: stretched to a square, bicubic without antialiasing."""
+    """Convert pixels in [-1, 1] to the tower's input: stretched to a square, bicubic without
+    antialiasing."""
     square = functional.interpolate(pixels_1CHW, size=(side, side), mode="bicubic", align_corners=False)
     mean, std = (square.new_tensor(values).view(1, 3, 1, 1) for values in (_MEAN, _STD))
     return (square * 0.5 + 0.5 - mean) / std

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolutions of diffusers' Wan autoencoder that meet a single frame: a picture, or the first of a clip.
+"""Causal convolutions of diffusers' Wan autoencoder for a single frame: an image, or the first
+frame of a clip.
 
-The frames before the first are zeros, so of the taps over time only the last counts: a 2-D convolution, with a third of
-the products. Same parameters, names and sums. Held by tests/model_executor/models/wan/test_last_tap.py.
+The frames before the first are zeros, so only the last tap over time contributes. This is a 2-D
+convolution with a third of the products; parameters, names and sums are the same.
 """
 
 # B clips, C channels, T frames, H rows, W columns
@@ -16,7 +17,8 @@ from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 
 
 class LastTapConv3d(WanCausalConv3d):
-    """A causal convolution that looks at how many frames it is given. Takes over the layer `whole`."""
+    """A causal convolution with a 2-D path for single frames. It takes over the parameters of
+    `whole`."""
 
     def __init__(self, whole: WanCausalConv3d) -> None:
         nn.Module.__init__(self)
@@ -33,5 +35,5 @@ class LastTapConv3d(WanCausalConv3d):
 
 
 def use_last_taps(network: nn.Module) -> None:
-    """Replace, in place, the causal convolutions of a network that still has diffusers' own."""
+    """Replace, in place, those causal convolutions of a network that are diffusers' own."""
     replace_layers(network, lambda layer: LastTapConv3d(layer) if type(layer) is WanCausalConv3d else None)

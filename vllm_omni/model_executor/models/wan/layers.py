@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts shared by the Wan family's diffusion transformers: embeddings, attention with K/V windows, head.
+"""Shared layers of the Wan family's diffusion transformers: embeddings, attention with K/V windows,
+head.
 
-Knows no session and no schedule: each row of a batch brings its own K/V window and cross-attention K/V. A family puts
-blocks together from these (`lingbot_world/transformer.py`, `causal_wan/transformer.py`).
+This module has no sessions and no schedule: each batch entry brings its K/V window and
+cross-attention K/V. A family composes blocks from these layers (`lingbot_world/transformer.py`,
+`causal_wan/transformer.py`).
 
-Precision: linear layers run in the model's type; modulation, normalisation, rotation, the time MLPs and the head run in
-fp32. In an fp32 model everything is fp32.
+Precision: linear layers run in the model's dtype. Modulation, normalisation, rotation, the time
+MLPs and the head run in fp32.
 """
 
-# B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
-# where sharded), H head dim, C = H/2 rotary lanes, S text tokens, P values of one patch
+# B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
+# width, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels, S text tokens, P
+# values of one patch
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -31,14 +34,15 @@ from vllm_omni.model_executor.models.wan.chains import Chains
 
 
 class AttentionRow(WindowRow, Protocol):
-    """One row of a batch: for self-attention its chunk and window, and its prompt's [layers, 2, S, N, H]."""
+    """One batch entry: a chunk and its window for self-attention, and its prompt's K/V [layers, 2,
+    S, N, H]."""
 
     @property
     def cross_kv(self) -> torch.Tensor: ...
 
 
 class PatchEmbedding(nn.Module):
-    """The (1, 2, 2) patch convolution as a matrix product over `patchify`'s tokens."""
+    """The (1, 2, 2) patch convolution as a matrix product over the tokens of `patchify`."""
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -78,7 +82,8 @@ class SelfAttention(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
+        """Write K/V of `layer` into the windows, then attend; return None after the write if
+        `write_only`."""
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         squares_q, squares_k = _squares_of_all_ranks(self.chains, self.parallel, q, k)
         q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
@@ -99,7 +104,7 @@ class SelfAttention(nn.Module):
         v_BTD: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Norm and rotate keys on their way into the rows' windows, where values go beside them."""
+        """Normalise and rotate keys while writing them into the windows, along with the values."""
         for number, place in enumerate(places):
             self.chains.store_keys_values(
                 k_BTD[number],
@@ -152,7 +157,7 @@ class CrossAttention(nn.Module):
 
 
 class ImageProjection(nn.Module):
-    """Rows of an image encoder -> the network's width, in image-to-video networks."""
+    """Project an image encoder's hidden states to the width of an image-to-video network."""
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -190,7 +195,7 @@ def embed_time(
     time_projection: nn.Sequential,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e [B, D] and its six modulation rows E [B, 6, D], fp32."""
+    """Return e [B, D] and its six modulation vectors E [B, 6, D], fp32."""
     half = freq_dim // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.tensor(timesteps, dtype=torch.float64), frequencies)
@@ -201,21 +206,23 @@ def embed_time(
 
 
 def patchify(x: torch.Tensor) -> torch.Tensor:
-    """[c, F, h, w] -> [F * h/2 * w/2, c * 4]: a token per 2x2 cells, values in (channel, row, column) order."""
+    """[c, F, h, w] -> [F * h/2 * w/2, c * 4]: one token per 2x2 cells, values in (channel, row,
+    column) order."""
     channels, frames, height, width = x.shape
     cells = x.view(channels, frames, height // 2, 2, width // 2, 2)
     return cells.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * 4)
 
 
 def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]; the reverse grid of `patchify`."""
+    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]; inverts the
+    grid of `patchify`."""
     frames, height, width = size
     cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
     return cells.permute(0, 6, 1, 2, 4, 3, 5).reshape(tokens_BLP.shape[0], -1, frames, height, width)
 
 
 def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer in fp32, by the module's own call: adapters act behind it."""
+    """Run a linear layer in fp32 by calling the module, so that LoRA hooks apply."""
     assert isinstance(layer, nn.Linear)
     result: torch.Tensor = functional_call(layer, {"weight": layer.weight.float(), "bias": layer.bias.float()}, (x,))
     return result
@@ -224,14 +231,15 @@ def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _squares_of_all_ranks(
     chains: Chains, parallel: ParallelContext, *parts: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """The parts' sums of squares over the channels of all ranks, in one collective; None where a rank has them all."""
+    """Sum squares over the channels of all ranks in one collective; None if a rank has all
+    channels."""
     if parallel.tensor_size == 1:
         return [None] * len(parts)
     return parallel.all_reduce(torch.cat([chains.sum_of_squares(part) for part in parts], dim=-1)).split(1, dim=-1)
 
 
 def stack_inputs(parts: Sequence[Input]) -> Input:
-    """`stack` of linear layers' inputs, all of them rounded or none."""
+    """`stack` inputs of linear layers; either all are quantized or none."""
     plain = [part for part in parts if isinstance(part, torch.Tensor)]
     if plain:
         return stack(plain)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's picture as the VAE takes it: stretched (`prepare_image`), or its middle (`cut_image`).
-
-Held by test_image_condition.py and test_image_encoder.py in tests/model_executor/models/wan/.
-"""
+"""Convert a client's image to the VAE's input: stretched (`prepare_image`) or cropped
+(`cut_image`)."""
 
 import numpy as np
 import torch
@@ -11,11 +9,19 @@ from torch import nn
 
 
 def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1], on the image's device.
+    """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1].
 
-    image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]; both sides are resized, as by the original, whose output size
-    already follows the image's aspect. Bicubic without antialiasing and without clamping its overshoot, as there.
-    Raises ValueError on other shapes, types and non-finite values.
+    Both sides are resized, as in the original, where the output size already follows the image's
+    aspect ratio. As there, the resize is bicubic without antialiasing and its overshoot is not
+    clamped.
+
+    Args:
+        image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. The result is on its device.
+        height: Pixels.
+        width: Pixels.
+
+    Raises:
+        ValueError: The shape or dtype is another one, or a value is not finite.
     """
     if image.dtype == torch.uint8:
         if image.ndim != 3 or image.shape[2] != 3:
@@ -37,9 +43,11 @@ def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Cut the middle of a uint8 image to the aspect of `width` x `height`, resize it: as `prepare_image`, in [-1, 1].
+    """Center-crop a uint8 image to the aspect ratio of `width` x `height` and resize it; the result
+    is as in `prepare_image`.
 
-    Bilinear with antialiasing, by Pillow on the host, as the original of Matrix-Game does.
+    The resize is bilinear with antialiasing, by Pillow on the host, as in the original of
+    Matrix-Game.
     """
     cut = Image.fromarray(image_HWC.cpu().numpy()).crop(middle_box(image_HWC, height, width))
     resized = torch.from_numpy(np.array(cut.resize((width, height), Image.Resampling.BILINEAR)))
@@ -47,7 +55,8 @@ def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the largest middle part of an image with the aspect of `width` x `height`."""
+    """Return (left, top, right, bottom) of the largest center crop with the aspect ratio of `width`
+    x `height`."""
     rows, columns = image_HWC.shape[:2]
     tall = rows / columns > height / width
     high, wide = (int(columns * height / width), columns) if tall else (rows, int(rows * width / height))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedPrompts`: the newest prompt's cross-attention K/V, computed once for all sessions that ask for it in a row."""
+"""`SharedPrompts`: cross-attention K/V of the newest prompt, computed once for consecutive sessions
+that use it."""
 
 from collections.abc import Callable, Hashable
 
@@ -9,9 +10,11 @@ from vllm_omni.model_executor.lora.active import weights_key
 
 
 class SharedPrompts:
-    """compute: encoded prompt -> K/V; a collective under tensor parallelism.
+    """Cache of one prompt's K/V (up to 400 MiB at full size). Live sessions hold their own in
+    addition.
 
-    One prompt is kept for the next session (up to 400 MiB at full size); live sessions keep their own besides.
+    Args:
+        compute: Text embeddings -> K/V. Collective under tensor parallelism.
     """
 
     def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -19,9 +22,9 @@ class SharedPrompts:
         self._newest: tuple[Hashable, torch.Tensor] | None = None
 
     def get(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
-        """Return the K/V of `prompt`, whose encoding is `text`, under the adapters in use.
+        """Return the K/V of `prompt` with the text embeddings `text`, under the active adapters.
 
-        Shared by everyone who asks: read it only.
+        The result is shared by all callers and must not be written to.
         """
         key = prompt, weights_key()
         if self._newest is None or self._newest[0] != key:
@@ -29,5 +32,5 @@ class SharedPrompts:
         return self._newest[1]
 
     def forget(self) -> None:
-        """Drop the prompt (the weights were loaded anew)."""
+        """Invalidate the cache, because weights were reloaded."""
         self._newest = None

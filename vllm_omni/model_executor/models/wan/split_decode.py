@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan decoder shared by several ranks ("parallel VAE decode"): each makes a band of rows of every frame.
+"""Parallel VAE decode: several ranks share a Wan decoder, and each decodes a band of rows of every
+frame.
 
-The decoder is made of 3x3(x3) convolutions, nearest upsampling, norms per position and one attention over each frame
-in the middle. So a band needs of its neighbours one row before each spatial convolution, and everybody's keys and
-values at the attention; all else is its own. At the picture's upper and lower edge a row of zeros stands for the
-neighbour, as in the whole decoder's padding: the sums are the same, only kernels may order them differently.
+The decoder consists of 3x3(x3) convolutions, nearest upsampling, norms per position, and one
+attention over each frame in the middle. A band therefore needs a halo exchange of one row before
+each spatial convolution, and an all-gather of keys and values at the attention. Everything else is
+local. At the upper and lower edge of the frame, a row of zeros replaces the halo, as in the padding
+of the whole decoder. The sums are the same; only kernels may order them differently.
 
-`split_decoder` replaces those layers of a built decoder by ones of the same parameter names; the feature cache of a
-stream then holds the band's rows only. Latents go in whole on every rank; frames are joined where they are needed.
-Everything here is collective over `RowBands.group`: its ranks decode the same chunks of the same streams in the same
-order, or wait for each other for ever: `ChunkEnd` and `VAEStage` see to that.
-Knows no session and no request. Held by tests/model_executor/models/wan/test_split_decode.py.
+`split_decoder` replaces these layers of a built decoder by ones with the same parameter names. The
+feature cache of a stream then holds only the band's rows. Every rank receives whole latents; frames
+are gathered where they are needed. Everything here is collective over `RowBands.group`: its ranks
+must decode the same chunks of the same streams in the same order, or they deadlock. `ChunkEnd` and
+`VAEStage` ensure that.
 """
 
 # B batch, C channels, T frames, H rows, W columns, R rows of this band
@@ -29,14 +31,19 @@ from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 from vllm_omni.outputs import RequestFailed, empty_result
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-"""One operation: the name that torch 2.13 asks for, and the one that earlier releases have. Dynamo knows both."""
+"""One operation under two names: the one of torch 2.13, and that of earlier releases. Dynamo
+supports both."""
 
 
 class RowBands:
-    """This rank's band, and the rows bands exchange. Bands differ by one latent row at most, the longer ones first.
+    """This rank's band, and the exchanges between bands. Bands differ by at most one latent row;
+    longer ones come first.
 
-    group: of `size` ranks, used for decodes only: they may run on a stream of their own beside the denoise steps, whose
-    collectives on the same group would have to wait for them.
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        group: Process group used for decodes only. They may run on a CUDA stream concurrently with
+            denoise steps, and collectives of both on one group would wait for each other.
     """
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
@@ -44,17 +51,21 @@ class RowBands:
         self.size = size
         self.group = group
         self.latent_height = 0
-        """Of the stream that is being decoded."""
+        """Latent height of the stream that is being decoded."""
 
     @classmethod
     def of(cls, parallel: ParallelContext) -> "RowBands | None":
-        """None where one rank decodes alone."""
+        """Return this rank's band, or None if one rank decodes alone."""
         if parallel.decode_group is None:
             return None
         return cls(parallel.rank, parallel.size, parallel.decode_group)
 
     def rows(self, latent_height: int) -> range:
-        """This rank's latent rows. Raises `RequestFailed` if there are fewer rows than ranks."""
+        """Return this rank's latent rows.
+
+        Raises:
+            RequestFailed: There are fewer rows than ranks.
+        """
         if latent_height < self.size:
             raise RequestFailed(
                 "unsupported_size",
@@ -66,15 +77,15 @@ class RowBands:
         return range(start, start + lengths[self.rank])
 
     def take(self, latents_1CTHW: torch.Tensor) -> torch.Tensor:
-        """Return this rank's band of whole latents; later calls belong to a stream of their height."""
+        """Return this rank's band of whole latents. Later calls then use a stream of their height."""
         self.latent_height = latents_1CTHW.shape[3]
         rows = self.rows(self.latent_height)
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [n * size, ...]: every rank's tensor, of one shape, in the order of ranks.
+        """All-gather [n, ...] -> [n * size, ...] in the order of ranks; all ranks have one shape.
 
-        Use it before the next call.
+        Use the result before the next call.
         """
         own = kept_copy("rows", own)
         every = kept_buffer("rows of all ranks", (self.size * len(own), *own.shape[1:]), own)
@@ -82,17 +93,20 @@ class RowBands:
         return every
 
     def with_neighbours(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, C, ..., R, W] -> [B, C, ..., R + 2, W]: the neighbours' adjoining rows around this band's, or zeros."""
-        # Channels last: on CUDA `x` lies so, and joining it with rows of another layout would turn it round.
+        """Halo exchange, [B, C, ..., R, W] -> [B, C, ..., R + 2, W]: add the adjacent rows of the
+        neighbours, or zeros."""
+        # Channels-last, as `x` is on CUDA; concatenating rows of another layout would transpose it.
         above, below = self._adjoining(torch.stack([x.select(-2, row).movedim(1, -1) for row in (0, -1)]))
         return torch.cat((above.movedim(-1, 1).unsqueeze(-2), x, below.movedim(-1, 1).unsqueeze(-2)), dim=-2)
 
     def fill_edges(self, x_NRWC: torch.Tensor) -> None:
-        """Fill the first and last row in place, as `with_neighbours`; the band's own are those between."""
+        """Halo exchange in place: fill the first and last row as `with_neighbours`; the band's rows
+        are between them."""
         x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
 
     def _adjoining(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[2, ...], this band's first and last row -> the row above it and the row below; zeros outside the picture."""
+        """Exchange this band's first and last row [2, ...] for the row above and the row below;
+        zeros outside the frame."""
         rows = self.gathered(own)
         nothing = own.new_zeros(own.shape[1:])
         above = rows[2 * self.rank - 1] if self.rank > 0 else nothing
@@ -100,7 +114,7 @@ class RowBands:
         return above, below
 
     def all_rows(self, x_R: torch.Tensor) -> torch.Tensor:
-        """[R, ...] -> [H, ...]: every rank's latent rows."""
+        """All-gather the latent rows of every rank, [R, ...] -> [H, ...]."""
         lengths = split_evenly(self.latent_height, self.size)
         padded = functional.pad(x_R, (0, 0) * (x_R.dim() - 1) + (0, lengths[0] - x_R.shape[0])).contiguous()
         rows = self.gathered(padded)
@@ -109,7 +123,7 @@ class RowBands:
         return torch.cat([part[:length] for part, length in zip(rows.chunk(self.size), lengths, strict=True)])
 
     def join_frames(self, frames_TRWC: torch.Tensor) -> torch.Tensor | None:
-        """uint8 frames of this band -> whole frames [T, H, W, C] on the first rank, None on the others."""
+        """Gather uint8 frames of all bands to [T, H, W, C] on the first rank; None on other ranks."""
         frames, rows, width, channels = frames_TRWC.shape
         factor = rows // len(self.rows(self.latent_height))
         lengths = [factor * length for length in split_evenly(self.latent_height, self.size)]
@@ -157,7 +171,8 @@ class BandConv2d(nn.Conv2d):
 
 
 class BandAttention(WanAttentionBlock):
-    """Attention over each whole frame, of which this rank has a band: its rows look at everybody's."""
+    """Attention over whole frames of which this rank has a band: its queries attend to the keys of
+    all ranks."""
 
     def __init__(self, whole: WanAttentionBlock, bands: RowBands) -> None:
         super().__init__(whole.dim)
@@ -166,7 +181,7 @@ class BandAttention(WanAttentionBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, channels, time, rows, width = x.shape
         frames = self.norm(x.transpose(1, 2).reshape(batch * time, channels, rows, width))
-        # Contiguous: otherwise torch has no fused kernel for it and multiplies in fp32.
+        # Contiguous, because otherwise torch has no fused kernel and multiplies in fp32.
         qkv = self.to_qkv(frames).movedim(1, -1).contiguous()  # [frames, R, W, 3 C]
         query = qkv[..., :channels].flatten(1, 2)
         rows_first = self.bands.all_rows(qkv[..., channels:].transpose(0, 1))
@@ -177,9 +192,9 @@ class BandAttention(WanAttentionBlock):
 
 
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
-    """Let a `WanDecoder3d` decode bands: replace, in place, every layer that looks beyond its own row.
+    """Replace, in place, every layer of a `WanDecoder3d` that depends on other rows than its own.
 
-    Parameters keep their names; their values are those of new layers, so load weights afterwards.
+    Parameters keep their names but are those of new layers, so load weights afterwards.
     """
     replace_layers(decoder, lambda layer: _in_bands(layer, bands))
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a Wan-family network can be split as asked: known from sizes alone, before any process starts.
-
-Held by tests/test_combinations.py.
-"""
+"""Check from sizes alone, before any process starts, whether a Wan network can be parallelized as
+configured."""
 
 from collections.abc import Mapping
 
@@ -20,10 +18,15 @@ def check_split(
     sequence_parallel: bool,
     others: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise ValueError, with the reason, unless layers and heads divide over `stages` stages of `ranks` ranks.
+    """Raise ValueError, with the reason, unless layers and heads can be divided over the ranks.
 
-    ranks: that share each layer. stages: with the VAE's, if there is one. others: a family's other counts of heads, by
-    the names users know.
+    Args:
+        config: Sizes of the network.
+        omni: Options of the server.
+        ranks: Ranks that share each layer.
+        stages: Pipeline stages, including the VAE stage.
+        sequence_parallel: Ranks shard tokens.
+        others: Further numbers of heads that must be divisible, by the name that errors use.
     """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
     counts = {"num_heads": config.num_heads, **(others or {})}
@@ -35,7 +38,11 @@ def check_split(
 def check_parts(
     num_layers: int, counts: Mapping[str, int], omni: OmniConfig, ranks: int, stages: int, layer_stages: int
 ) -> None:
-    """`check_split` of any network. counts: those that `ranks` must divide. layer_stages: stages that hold layers."""
+    """Run `check_split` for any network.
+
+    `counts` are the numbers that must be divisible by `ranks`, and `layer_stages` is the number of
+    stages with layers.
+    """
     place = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
     for name, count in counts.items():
         place.check_divisible(count, name)
@@ -47,6 +54,6 @@ def check_parts(
 
 
 def check_decoder_split(decoder: str, omni: OmniConfig) -> None:
-    """Raise ValueError if ranks are to share the decode of a decoder that cannot be split."""
+    """Raise ValueError if ranks are configured to share a decoder that cannot be split."""
     if decoder == "tiny" and omni.vae_parallel:
         raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")

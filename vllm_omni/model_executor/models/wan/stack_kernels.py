@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stacked_frames.stack_frames` and `add_up` as one Triton pass over memory. Import it where Triton is (`HAS_TRITON`).
+"""`stacked_frames.stack_frames` and `add_up` as one Triton kernel. Import this module only with
+Triton (`HAS_TRITON`).
 
-A program takes some pixels through all frames of a stream, so that a pixel's three frames are written at once.
-Held by tests/model_executor/models/wan/test_stack_kernels.py, on a CPU with Triton's interpreter.
+A program processes some pixels through all frames of a stream, so that the three frames of a pixel
+are written at once.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, P = H W, C channels; all tensors are contiguous
@@ -14,15 +15,15 @@ from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Layou
 from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES, Matrix, product_dtype
 
 _BLOCK = 4096
-"""Elements of a program's block, padding channels included."""
+"""Elements per block of a program, including padding channels."""
 _COMBINED_BLOCK = 2048
-"""The same where a program holds all frames at once."""
+"""The same for programs that hold all frames at once."""
 _WARPS = 8
 
 
 @triton.jit
 def _combined(values, MATRIX: tl.constexpr, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """values: a tuple of blocks, one for each column. Returns their sum, weighted by a row."""
+    """Return the sum of a tuple of blocks, one per column, weighted by a row of the matrix."""
     total = values[0] * MATRIX[ROW][0]
     for column in tl.static_range(1, len(MATRIX[ROW])):
         if MATRIX[ROW][column] != 0:
@@ -38,9 +39,11 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SUM: tl.constexpr, NORM: tl.constexpr, SHUFFLED: tl.constexpr,
     RESULTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """LAYOUT: a `Layout`'s value, None = the sum alone. edge: pixels above a frame.
+    """Add up, normalise and lay out frames.
 
-    RESULTS: the matrix from products to frames, if `x_ptr` holds products. INPUTS: that of `Layout.COMBINED`.
+    LAYOUT is the value of a `Layout`; None writes only the sum. `edge` is the number of pixels
+    above a frame. RESULTS is the matrix from products to frames, if `x_ptr` holds products. INPUTS
+    is the matrix of `Layout.COMBINED`.
     """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
@@ -128,7 +131,7 @@ def stack_frames(
     edge_rows: int = 0,
     want_sum: bool = False,
 ) -> Stacked:
-    """As `stacked_frames.stack_frames`."""
+    """See `stacked_frames.stack_frames`."""
     streams, _, height, width, channels = past.shape
     frames = activation.frames // streams
     rows = height + 2 * edge_rows
@@ -145,14 +148,15 @@ def stack_frames(
     total = None
     if want_sum:
         total = _room_for_sum(activation, past)
-    # A sum that was added up before is not written again.
+    # A sum that already exists is not written again.
     written = None if activation.is_sum else total
     _launch(activation, past, out, written, newest, gamma, edge_rows, layout)
     return Stacked(out, newest, total)
 
 
 def add_up(activation: Activation) -> torch.Tensor:
-    """As `stacked_frames.add_up`, written over `activation.x` where that is allowed; it is not shuffled."""
+    """See `stacked_frames.add_up`. The sum overwrites `activation.x` where that is allowed; `x`
+    must not be shuffled."""
     assert not activation.shuffled
     if activation.is_sum:
         return activation.x
@@ -163,7 +167,7 @@ def add_up(activation: Activation) -> torch.Tensor:
 
 
 def _room_for_sum(activation: Activation, past: torch.Tensor) -> torch.Tensor:
-    """past: its streams, rows, columns and channels count."""
+    """Return memory for the sum, sized by the streams, rows, columns and channels of `past`."""
     if not (activation.shuffled or activation.products):
         return activation.x
     return activation.x.new_empty((activation.frames, *past.shape[2:]), dtype=activation.dtype)

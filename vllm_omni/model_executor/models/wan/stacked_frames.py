@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes between the convolutions of a fused Wan autoencoder, in plain torch: the reference of `stack_kernels.py`.
+"""The passes between the convolutions of a fused Wan autoencoder in plain torch: the reference for
+`stack_kernels.py`.
 
-The pass before a causal convolution over three frames adds the bias and residual that the layer before has left,
-normalises, applies SiLU, and lays frames out so that 2-D convolutions serve: combined for F(m, 3) (`winograd.py`), or,
-of a stream's first frame, alone. Nearest upsampling followed by a 3x3 convolution is one of 2x2 before it: weights that
-meet the same cell are summed, for each of a cell's four pixels, whose results lie in four groups of channels until the
+The pass before a causal convolution over three frames adds the bias and residual of the previous
+layer, normalises, applies SiLU, and arranges frames for 2-D convolutions: combined for F(m, 3)
+(`winograd.py`), or alone for a stream's first frame. Nearest upsampling followed by a 3x3
+convolution becomes a 2x2 convolution before the upsampling. Weights that meet the same cell are
+summed for each of the cell's four pixels; the four results are four groups of channels until the
 next pass.
-
-Held by tests/model_executor/models/wan/test_fused_decoder.py and test_fused_encoder.py there.
 """
 
-# B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C channels, O channels of a
-# result; activations are [N, H, W, C] in memory
+# B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C
+# channels, O channels of a result; activations are [N, H, W, C] in memory
 
 from dataclasses import dataclass
 from enum import Enum
@@ -24,10 +24,10 @@ from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES, product_dtyp
 
 
 class Layout(Enum):
-    """How a convolution finds a frame's two predecessors in its input."""
+    """How the input of a convolution holds the two predecessors of a frame."""
 
     ALONE = "alone"
-    """[B, R, W, C]: a stream's first frame, whose predecessors are zeros."""
+    """[B, R, W, C]: a stream's first frame; its predecessors are zeros."""
     SIDE_BY_SIDE = "side by side"
     """[N, R, W, 3 C], oldest first."""
     IN_TURN = "in turn"
@@ -38,56 +38,65 @@ class Layout(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """A tensor [N, H, W, C] as the sum that the next pass adds up: `x + bias + residual`.
+    """A tensor [N, H, W, C] as a sum that the next pass computes: `x + bias + residual`.
 
-    x: [N, H, W, C], or [N, H/2 + 1, W/2 + 1, 4 C] if `shuffled`, the result of a `subpixel` convolution, or, if
-    `products`, [T + 2, B, H, W, C], the results of convolutions of combined frames. bias: [C]. residual: [N, H, W, C].
-    Whoever adds up may write the sum over an `x` that is neither.
+    The pass may write the sum over an `x` that is neither shuffled nor products.
     """
 
     x: torch.Tensor
+    """[N, H, W, C]. If `shuffled`: [N, H/2 + 1, W/2 + 1, 4 C]. If `products`: [T + 2, B, H, W,
+    C]."""
     bias: torch.Tensor | None = None
+    """[C]."""
     residual: torch.Tensor | None = None
+    """[N, H, W, C]."""
     shuffled: bool = False
+    """Whether `x` is the result of a `subpixel` convolution."""
     products: bool = False
+    """Whether `x` holds the results of convolutions of combined frames."""
 
     def __post_init__(self) -> None:
         assert self.bias is not None or not self.products, "a sum takes its dtype from the bias"
 
     @property
     def is_sum(self) -> bool:
-        """Whether nothing is left to add."""
+        """Return whether `x` is already the sum."""
         return self.bias is None and self.residual is None and not (self.shuffled or self.products)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sum."""
+        """Return the dtype of the sum."""
         return self.x.dtype if self.bias is None else self.bias.dtype
 
     @property
     def frames(self) -> int:
-        """N, the frames of all streams."""
+        """Return N, the frames of all streams."""
         return (len(self.x) - 2) * self.x.shape[1] if self.products else len(self.x)
 
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """A convolution's input and its stream's memory of it.
-
-    frames: see `Layout`; edge rows are left as they come. newest: the last two frames [B, 2, H, W, C]. total: the sum
-    [N, H, W, C], None if nobody wanted it.
-    """
+    """A convolution's input, and the frames that its stream remembers."""
 
     frames: torch.Tensor
+    """See `Layout`; edge rows are uninitialised."""
     newest: torch.Tensor
+    """The last two frames, [B, 2, H, W, C]."""
     total: torch.Tensor | None
+    """The sum [N, H, W, C], if requested."""
 
 
 class StackFrames(Protocol):
-    """SiLU(RMS norm over channels) of a sum, behind the frames before it; without `gamma` the sum alone.
+    """Compute SiLU(RMS norm over channels) of a sum and append it to the previous frames; without
+    `gamma`, the sum alone.
 
-    activation: any float dtype, fp32 inside, rounded once. past: the two frames before, [B, 2, H, W, C], not read for
-    `Layout.ALONE`. gamma: [C]. edge_rows: above and below every frame. want_sum: see `Stacked`.
+    Args:
+        activation: The sum, of any float dtype. Computed in fp32 and rounded once.
+        past: The two previous frames, [B, 2, H, W, C]; not read for `Layout.ALONE`.
+        layout: Layout of the result.
+        gamma: Gain of the norm, [C].
+        edge_rows: Rows to reserve above and below every frame.
+        want_sum: Return the sum too.
     """
 
     def __call__(
@@ -103,7 +112,7 @@ class StackFrames(Protocol):
 
 
 def add_up(activation: Activation) -> torch.Tensor:
-    """The sum [N, H, W, C], added in fp32."""
+    """Return the sum [N, H, W, C], added in fp32."""
     return _sum_fp32(activation).to(activation.dtype)
 
 
@@ -129,7 +138,7 @@ def stack_frames(
     edge_rows: int = 0,
     want_sum: bool = False,
 ) -> Stacked:
-    """`StackFrames` in plain torch."""
+    """Implement `StackFrames` in plain torch."""
     total = y = _sum_fp32(activation)
     if gamma is not None:
         y = functional.silu(functional.normalize(total, dim=-1) * gamma.float() * total.shape[-1] ** 0.5)
@@ -151,7 +160,7 @@ def stack_frames(
 
 
 def _spread(cells_NhwX: torch.Tensor) -> torch.Tensor:
-    """[N, H/2 + 1, W/2 + 1, 4 C] -> [N, H, W, C]: each pixel from the cell and the phase that hold it."""
+    """Rearrange [N, H/2 + 1, W/2 + 1, 4 C] to [N, H, W, C]: each pixel from its cell and phase."""
     phases = cells_NhwX.unflatten(-1, (2, 2, -1))
     rows = [
         torch.stack([phases[:, row : phases.shape[1] - 1 + row, column : phases.shape[2] - 1 + column, row, column]
@@ -162,7 +171,8 @@ def _spread(cells_NhwX: torch.Tensor) -> torch.Tensor:
 
 
 def subpixel(weight_OCHW: torch.Tensor) -> torch.Tensor:
-    """[O, C, 3, 3] behind nearest upsampling -> [4 O, C, 2, 2] before it, channels-last; phases row by row."""
+    """Convert [O, C, 3, 3] after nearest upsampling to [4 O, C, 2, 2] before it, channels-last,
+    with phases row by row."""
     a, b, c = weight_OCHW.float().unbind(2)
     rows = torch.stack((torch.stack((a, b + c), 2), torch.stack((a + b, c), 2)))  # [phase, O, C, 2, 3]
     a, b, c = rows.unbind(-1)
@@ -171,9 +181,10 @@ def subpixel(weight_OCHW: torch.Tensor) -> torch.Tensor:
 
 
 def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Tensor:
-    """[O, C, 3, 3, 3] -> [3 O and zeros up to a multiple, C, 3, 3], channels-last: the taps' results side by side.
+    """Convert [O, C, 3, 3, 3] to [3 O padded to a multiple, C, 3, 3], channels-last: the results of
+    the taps side by side.
 
-    For few channels O: `sum_of_taps` adds them, and the input need not lie side by side.
+    This suits small O: `sum_of_taps` adds the taps, and input frames need not be side by side.
     """
     weight = weight_OCTHW.transpose(1, 2).transpose(0, 1).flatten(0, 1)
     missing = -len(weight) % multiple
@@ -182,7 +193,8 @@ def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Te
 
 
 def sum_of_taps(of_taps_BTHWX: torch.Tensor, bias_O: torch.Tensor) -> torch.Tensor:
-    """[B, T + 2, H, W, at least 3 O], of a `taps_as_channels` convolution -> [B, T, H, W, O], added in fp32."""
+    """Add the taps of a `taps_as_channels` convolution in fp32: [B, T + 2, H, W, >= 3 O] -> [B, T,
+    H, W, O]."""
     channels, frames = len(bias_O), of_taps_BTHWX.shape[1] - 2
     total = bias_O.float()
     for tap in range(3):

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TAEHV, the tiny streaming autoencoder, whole or by its layers.
+"""TAEHV, the tiny streaming autoencoder, as a whole or by its layers.
 
-The network is a chain of 2-D convolutions over frames; only its memory blocks look back, each at the frame before it at
-its own rate. So a stream needs one activation for each of them, and a stream cut anywhere equals one call over the
-whole clip. Used by Wan's tiny decoder (`tiny_vae.py`) and by Waypoint 1.5.
+The network is a sequence of 2-D convolutions over frames. Only its memory blocks use the past, each
+the previous frame at its own frame rate. A stream therefore needs one activation per memory block,
+and a stream cut at any point equals one call over the whole clip. Wan's tiny decoder
+(`tiny_vae.py`) and Waypoint 1.5 use it.
 
 Layout of the weights: madebyollin/taehv, class TAEHV with decoder upscaling (no, yes, yes) in time.
-Held by tests/model_executor/models/wan/test_tiny_vae.py and
-tests/model_executor/models/waypoint/test_waypoint_autoencoders.py.
 """
 
 # C channels, T frames, H, W pixels
@@ -27,15 +26,17 @@ from vllm_omni.model_executor.tensor_files import open_tensors
 
 FRAMES_PER_LATENT: Final = 4
 _SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
-"""Consecutive frames that each level of the encoder joins, and that each of the decoder makes of one."""
+"""Consecutive frames that each level of the encoder joins, and that each level of the decoder makes
+of one."""
 _MEMORIES = 3
-"""Memory blocks at each level."""
+"""Memory blocks per level."""
 REACH = math.ceil(sum(_MEMORIES / math.prod(_GROW[:level]) for level in range(len(_GROW))))
-"""How many latents before a chunk its frames depend on: behind so many, a stream may begin anywhere."""
+"""Number of preceding latents that the frames of a chunk depend on. With so many, a stream may
+restart anywhere."""
 
 
 class MemoryBlock(nn.Module):
-    """A residual block over each frame and the frame before it."""
+    """A residual block over each frame and its predecessor."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -48,16 +49,18 @@ class MemoryBlock(nn.Module):
         )
 
     def forward(self, x_TCHW: torch.Tensor, before_1CHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (result, the next call's `before_1CHW`)."""
+        """Return the result and the `before_1CHW` of the next call."""
         past_TCHW = torch.cat((before_1CHW.contiguous(memory_format=torch.channels_last), x_TCHW[:-1]))
         out_TCHW = functional.relu(self.conv(torch.cat((x_TCHW, past_TCHW), dim=1)) + x_TCHW)
         return out_TCHW, x_TCHW[-1:].clone()
 
 
 class Grow(nn.Module):
-    """One frame becomes `factor` frames of twice the size, from as many groups of channels.
+    """Upsampling: one frame becomes `factor` frames of twice the size, from as many groups of
+    channels.
 
-    TAEHV enlarges first and then convolves; a 1x1 convolution of a quarter of the pixels gives the same numbers.
+    TAEHV upsamples first and then convolves. A 1x1 convolution of a quarter of the pixels gives the
+    same values.
     """
 
     def __init__(self, channels: int, factor: int) -> None:
@@ -75,7 +78,8 @@ class Grow(nn.Module):
 
 
 class JoinTime(nn.Module):
-    """`factor` consecutive frames become one, side by side in its channels, earlier first; then a 1x1 convolution."""
+    """Concatenate `factor` consecutive frames along channels, earlier first, and apply a 1x1
+    convolution."""
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
@@ -93,7 +97,8 @@ class SoftClamp(nn.Module):
 
 
 def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
-    """Frames -> latents, a quarter as many and an eighth as wide. pixels: channels of a frame."""
+    """Build the encoder: a quarter of the frames, an eighth of the width. `pixels` is the number of
+    channels of a frame."""
     layers: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
     for factor in _SHRINK:
         layers += [JoinTime(width, factor), nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False)]
@@ -102,18 +107,20 @@ def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
 
 
 def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequential:
-    """Latents -> frames, four times as many and eight times as wide. widths: a level each, and the last."""
+    """Build the decoder: four times the frames, eight times the width."""
     layers: list[nn.Module] = [SoftClamp(), nn.Conv2d(latent_channels, widths[0], 3, padding=1), nn.ReLU()]
     for level, factor in enumerate(_GROW):
         here, below = widths[level], widths[level + 1]
         layers += [MemoryBlock(here) for _ in range(_MEMORIES)]
-        layers += [nn.Identity(), Grow(here, factor)]  # the place of TAEHV's enlargement, for the names' sake
+        # stands for TAEHV's upsampling, to keep the layer names
+        layers += [nn.Identity(), Grow(here, factor)]
         layers += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
     return nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(widths[-1], pixels, 3, padding=1))
 
 
 def run_stream(layers: nn.Sequential, x_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-    """Run the next frames of a stream through a chain; `cache` None starts one. Returns (result, the next cache)."""
+    """Run the next frames of a stream through `layers`; return the result and the next cache. A
+    None `cache` starts a stream."""
     past = None if cache is None else iter(cache.features)
     kept, x = [], x_TCHW
     for layer in layers:
@@ -126,15 +133,21 @@ def run_stream(layers: nn.Sequential, x_TCHW: torch.Tensor, cache: VAECache | No
 
 
 def decoder_memory(widths: Sequence[int], height: int, width: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Shapes of a decoder's cache, one frame before each memory block. height, width: of the latents."""
+    """Return the shapes of a decoder's cache, one frame per memory block; `height` and `width` are
+    those of the latents."""
     levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
     return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)
 
 
 class TAEHV(nn.Module):
-    """Encoder and decoder as streams. patch: pixels along a side that lie side by side in a frame's channels.
+    """Encoder and decoder with explicit caches.
 
-    encoder_width, decoder_widths, channels: of the layers and of latents. dtype: of weights, activations and caches.
+    Args:
+        channels: Latent channels.
+        encoder_width: Channels of the encoder's layers.
+        decoder_widths: Channels of each level of the decoder, and of its end.
+        patch: Side of the pixel patch that is folded into a frame's channels.
+        dtype: Type of weights, activations and caches.
     """
 
     def __init__(
@@ -150,23 +163,34 @@ class TAEHV(nn.Module):
         self.decoder_widths, self.patch, self.dtype = tuple(decoder_widths), patch, dtype
         self.encoder = encoder(3 * patch**2, encoder_width, channels).to(dtype)
         self.decoder = decoder(channels, decoder_widths, 3 * patch**2).to(dtype)
-        lay_channels_last(self)  # its kernels are fastest so, on every device
+        lay_channels_last(self)  # kernels for this layout are the fastest on every device
         self.requires_grad_(False)
         self.eval()
 
     def encode(self, frames_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Encode the next 4 n frames of a stream; `cache` None starts one.
+        """Encode the next 4 n frames of a stream.
 
-        frames_TCHW: [4 n, 3, H, W] in [0, 1], H and W multiples of 8 patches. Returns latents [n, C, h, w].
+        Args:
+            frames_TCHW: [4 n, 3, H, W] in [0, 1]. H and W are multiples of 8 patches.
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            Latents [n, C, h, w] and the next cache.
         """
         if len(frames_TCHW) % FRAMES_PER_LATENT:
             raise ValueError(f"a latent frame is {FRAMES_PER_LATENT} video frames, got {len(frames_TCHW)}")
         return run_stream(self.encoder, functional.pixel_unshuffle(frames_TCHW.to(self.dtype), self.patch), cache)
 
     def decode(self, latents_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Decode the next n latents of a stream; `cache` None starts one, with three dropped copies of the first.
+        """Decode the next n latents of a stream.
 
-        Returns frames [4 n, 3, H, W] in [0, 1].
+        Args:
+            latents_TCHW: The latents.
+            cache: Result of the previous call. None: the stream starts, with three discarded copies
+                of the first latent.
+
+        Returns:
+            Frames [4 n, 3, H, W] in [0, 1] and the next cache.
         """
         x = latents_TCHW.to(self.dtype)
         if cache is None:
@@ -176,13 +200,13 @@ class TAEHV(nn.Module):
         return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], kept
 
     def decoder_memory(self, height: int, width: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Shapes of the decoder's cache for frames of `height` x `width` pixels."""
+        """Return the shapes of the decoder's cache for frames of `height` x `width` pixels."""
         stride = 8 * self.patch
         return decoder_memory(self.decoder_widths, height // stride, width // stride)
 
 
 def decoder_widths(path: Path) -> tuple[int, ...]:
-    """Return the widths of a TAEHV file's decoder. Raises ValueError if it is none."""
+    """Return the widths of a TAEHV file's decoder, or raise ValueError if it is not a TAEHV file."""
     shapes = open_tensors(path).shapes
     names = ["decoder.1.weight", "decoder.8.weight", "decoder.14.weight", "decoder.20.weight"]
     if any(name not in shapes for name in names):

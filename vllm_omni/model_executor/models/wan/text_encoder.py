@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt -> text rows: cleaning, the umt5-xxl tokenizer and encoder, and a bounded cache of recent prompts.
+"""Text embeddings of prompts: cleaning, the umt5-xxl tokenizer and encoder, and a bounded cache of
+recent prompts.
 
-Only the valid tokens are encoded (attention is bidirectional and padding is masked in the original, so its valid rows
-are the same); the transformer pads with zero rows itself. On CUDA they are padded to one of a few lengths, each of
-which can be launched as one graph: kernel by kernel the host takes longer than the device. Knows nothing of sessions.
+Only valid tokens are encoded, and the transformer appends zeros as padding. The valid embeddings
+equal the original's, because its attention is bidirectional with padding masked. On CUDA, prompts
+are padded to one of a few lengths that are each one CUDA graph, because eager launches take the
+host longer than the device.
 
-Of several ranks one encodes (`ParallelContext.encodes`). On the others `AwaitedText` stands for the encoder: it makes
-room for the rows, which the worker fills before they are read (`worker/diffusion/shared_text.py`).
+One of several ranks encodes (`ParallelContext.encodes`). On the others, `AwaitedText` replaces the
+encoder: it allocates the text embeddings, which the worker fills before they are read
+(`worker/diffusion/shared_text.py`).
 Cleaning: Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
 
-`tokenizer.json` is read with the `tokenizers` library itself: transformers 5 rebuilds a T5 tokenizer from its
-vocabulary alone and so loses byte fallback and the unknown token's id, which changes the ids of rarer characters.
-Held by tests/model_executor/models/wan/test_text_encoder.py.
+`tokenizer.json` is read with the `tokenizers` library. Why not transformers 5: it rebuilds a T5
+tokenizer from its vocabulary alone and loses byte fallback and the id of the unknown token, which
+changes the ids of rare characters.
 """
 
 # S valid tokens of a prompt, P padded ones, E text width
@@ -39,11 +42,12 @@ from vllm_omni.model_executor.tensor_files import confined, open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 _SHORTEST = 64
-"""Tokens to which short prompts are padded: up to there the encoder's weights take the device longer to read."""
+"""Minimum padded length in tokens. Below it, reading the encoder's weights takes the device longer
+than computing."""
 
 
 def padded_lengths(max_tokens: int) -> list[int]:
-    """Powers of two, the last one cut to `max_tokens`: the lengths that prompts are padded to."""
+    """Return the padded lengths of prompts: powers of two, the last one capped at `max_tokens`."""
     lengths, length = [], _SHORTEST
     while length < max_tokens:
         lengths.append(length)
@@ -52,12 +56,17 @@ def padded_lengths(max_tokens: int) -> list[int]:
 
 
 class TextEncoder(nn.Module):
-    """The umt5 encoder with its tokenizer. Parameters are created empty; `load` fills them.
+    """The umt5 encoder with its tokenizer. Parameters are uninitialised until `load`.
 
-    config: `UMT5Config` values. tokenizer: a folder with `tokenizer.json` or `spiece.model`; None = weights only.
-    max_tokens: longer prompts are cut, the end-of-sequence token kept. device: `model` = torch's default device now,
-    `cpu` = host memory, results are sent to the caller's device. cache_bytes: rows of recent prompts kept. graphs: of
-    every padded length, captured at the first prompt; None = none are made.
+    Args:
+        config: `UMT5Config` values.
+        tokenizer: A folder with `tokenizer.json` or `spiece.model`. None: weights only.
+        max_tokens: Longer prompts are truncated, but keep the end-of-sequence token.
+        device: `model`: torch's current default device. `cpu`: host memory; results are sent to the
+            caller's device.
+        dtype: Type of the weights.
+        cache_bytes: Maximum bytes of cached text embeddings.
+        graphs: CUDA graphs of every padded length, captured at the first prompt. None: eager.
     """
 
     def __init__(
@@ -85,22 +94,23 @@ class TextEncoder(nn.Module):
         self._is_captured = False
         self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
         self.cached_bytes = 0
-        """Bytes the prompt cache holds, at most `cache_bytes`."""
+        """Bytes in the prompt cache, at most `cache_bytes`."""
 
     @property
     def text_dim(self) -> int:
         return int(self.model.config.d_model)
 
     def load(self, path: Path) -> None:
-        """Fill the parameters, strictly. Raises ValueError."""
+        """Load the parameters strictly. Raises ValueError."""
         load_text_encoder(self.model, path)
         self.forget()
 
     @torch.no_grad()
     def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return the rows [S, E] of a prompt, S <= max_tokens, in the encoder's dtype on `device` (default: its own).
+        """Return the text embeddings [S, E] of a prompt, S <= max_tokens, in the encoder's dtype.
 
-        The result belongs to the cache and is shared by everyone who asks for the prompt: read it only.
+        The result is on `device` (default: the encoder's). It belongs to the cache and must not be
+        written to.
         """
         own = self.model.shared.weight.device
         target = torch.empty(0, device=own if device is None else device).device
@@ -115,7 +125,7 @@ class TextEncoder(nn.Module):
         return rows_SE
 
     def _rows(self, ids: list[int]) -> torch.Tensor:
-        """The rows [S, E] of S token ids, on the encoder's device."""
+        """Return the text embeddings [S, E] of S token ids, on the encoder's device."""
         weight = self.model.shared.weight
         if not self._pads:
             ids_1S = to_device(torch.tensor([ids]), weight.device)
@@ -123,7 +133,8 @@ class TextEncoder(nn.Module):
         length = next(length for length in self._lengths if length >= len(ids))
         ids_1P = torch.zeros(1, length, dtype=torch.long)
         ids_1P[0, : len(ids)] = torch.tensor(ids)
-        mask_111P = torch.zeros(1, 1, 1, length, dtype=weight.dtype)  # added to the attention's scores
+        # added to the attention scores
+        mask_111P = torch.zeros(1, 1, 1, length, dtype=weight.dtype)
         mask_111P[..., len(ids) :] = torch.finfo(weight.dtype).min
         inputs = {"ids": to_device(ids_1P, weight.device), "mask": to_device(mask_111P, weight.device)}
         rows_PE = self._forward(inputs) if self._graphs is None else self._graphs("text", inputs, self._forward)
@@ -134,13 +145,13 @@ class TextEncoder(nn.Module):
         return rows_1PE[0]
 
     def _capture(self) -> None:
-        """Run every padded length as it is and once more, which captures it."""
+        """Run every padded length twice: the second run captures it."""
         self._is_captured = True
         for length in 2 * self._lengths:
             self._rows([0] * length)
 
     def forget(self) -> None:
-        """Drop every cached prompt, and the graphs."""
+        """Evict all cached prompts and graphs."""
         self._cache.clear()
         self.cached_bytes = 0
         self._is_captured = False
@@ -158,13 +169,15 @@ class TextEncoder(nn.Module):
 def load_text_encoder(model: nn.Module, path: Path) -> None:
     """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
     source = open_tensors(path)
-    tied = "encoder.embed_tokens.weight"  # the same matrix as shared.weight; some exports hold it twice
+    # the same matrix as shared.weight; some checkpoints store it twice
+    tied = "encoder.embed_tokens.weight"
     ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
     load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
 
 
 class AwaitedText:
-    """Stands for the text encoder on a rank that gets the rows from another. It holds no weights."""
+    """Replaces the text encoder on a rank that receives text embeddings from another. It holds no
+    weights."""
 
     def __init__(
         self, config: Mapping[str, Any], tokenizer: Path | None, *, max_tokens: int, dtype: torch.dtype
@@ -174,10 +187,10 @@ class AwaitedText:
         self._width, self._dtype = int(values.d_model), dtype
 
     def load(self, path: Path) -> None:
-        """There is nothing to fill."""
+        """Do nothing: there are no parameters."""
 
     def encode(self, prompt: str, device: torch.device | str) -> torch.Tensor:
-        """Return memory for the rows [S, E] of a prompt, to be filled before it is read."""
+        """Return memory for the text embeddings [S, E] of a prompt, to be filled before it is read."""
         return torch.empty(len(self.prompts.tokenize(prompt)), self._width, dtype=self._dtype, device=device)
 
 
@@ -191,9 +204,16 @@ def text_encoder_of(
     dtype: torch.dtype,
     cuda_graphs: bool = False,
 ) -> "TextEncoder | AwaitedText | None":
-    """This rank's, by its place; None on a VAE stage and for an empty `config`. device: None = the model's.
+    """Build this rank's text encoder, or None on a VAE stage and for an empty `config`.
 
-    cuda_graphs: launch it as graphs, where it is on the model's device.
+    Args:
+        parallel: This rank.
+        config: `UMT5Config` values.
+        tokenizer: See `TextEncoder`.
+        max_tokens: See `TextEncoder`.
+        device: None: the model's device.
+        dtype: Type of the weights.
+        cuda_graphs: Replay as CUDA graphs if it is on the model's device.
     """
     if parallel.is_vae_stage or not config:
         return None
@@ -204,7 +224,16 @@ def text_encoder_of(
 
 
 class Prompts:
-    """Prompts -> token ids. tokenizer: as of `TextEncoder`; vocabulary: rows of its embedding. Raises ValueError."""
+    """Converts prompts to token ids.
+
+    Args:
+        tokenizer: See `TextEncoder`.
+        max_tokens: See `TextEncoder`.
+        vocabulary: Size of the encoder's embedding.
+
+    Raises:
+        ValueError: The tokenizer does not fit the encoder.
+    """
 
     def __init__(self, tokenizer: Path | None, max_tokens: int, vocabulary: int) -> None:
         self.tokenizer = None if tokenizer is None else open_tokenizer(tokenizer, max_tokens)
@@ -215,26 +244,26 @@ class Prompts:
             )
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt after cleaning, end-of-sequence included, at most `max_tokens`."""
+        """Return the token ids of a cleaned prompt with end-of-sequence, at most `max_tokens`."""
         if self.tokenizer is None:
             raise ValueError("this checkpoint has no tokenizer; put google/umt5-xxl (or tokenizer/) into it")
         return self.tokenizer.encode(clean_prompt(prompt))
 
 
 def clean_prompt(prompt: str) -> str:
-    """Repair broken encodings, undo HTML escapes (twice: `&amp;lt;`), make every run of white space one blank."""
-    text = prompt.encode("utf-8", "replace").decode()  # lone surrogates are no text
+    """Fix broken encodings, unescape HTML twice (`&amp;lt;`), and collapse white space."""
+    text = prompt.encode("utf-8", "replace").decode()  # lone surrogates cannot be encoded
     text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return re.sub(r"\s+", " ", text).strip()
 
 
 def prompt_key(prompt: str) -> str:
-    """Return the sha256 of a cleaned prompt: equal keys have equal rows."""
+    """Return the sha256 of a cleaned prompt; equal keys have equal text embeddings."""
     return hashlib.sha256(clean_prompt(prompt).encode("utf-8", "replace")).hexdigest()
 
 
 class Tokenizer(Protocol):
-    """Text -> ids. `size`: number of tokens."""
+    """Converts text to ids. `size` is the number of tokens."""
 
     size: int
 
@@ -242,7 +271,7 @@ class Tokenizer(Protocol):
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`; its own template appends the end-of-sequence token."""
+    """A `tokenizer.json`; its template appends the end-of-sequence token."""
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -255,7 +284,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A `spiece.model`; the end-of-sequence token is appended here."""
+    """A `spiece.model`; this class appends the end-of-sequence token."""
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self.processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -267,7 +296,8 @@ class SentencePieceTokenizer:
 
 
 def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
-    """Open the tokenizer in `folder`. Raises ValueError of one line when there is none or it cannot be read."""
+    """Open the tokenizer in `folder`, or raise ValueError (one line) if it is missing or
+    unreadable."""
     readers: dict[str, Callable[[Path, int], Tokenizer]] = {
         "tokenizer.json": JsonTokenizer,
         "spiece.model": SentencePieceTokenizer,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny decoder of Wan 2.1 latents (TAEHV layout, `taew2_1.pth`) as a stream: about 25 times cheaper, not exact.
+"""A tiny streaming decoder of Wan 2.1 latents (TAEHV layout, `taew2_1.pth`): about 25 times
+cheaper, not exact.
 
-Every latent frame becomes 4 video frames, of which a stream's first latent keeps only the last. The layers are those of
-`taehv.py`; the file's encoder is not used. Held by tests/model_executor/models/wan/test_tiny_vae.py.
+Every latent frame becomes 4 video frames; a stream's first latent yields only the last of them. The
+layers come from `taehv.py`. The encoder in the file is not used.
 """
 
 # C channels, T frames, h, w latent cells
@@ -20,12 +21,13 @@ from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 CHANNELS = (256, 128, 64, 64)
-"""Released widths, a level each and the last."""
+"""Released widths: one per level, and that of the end."""
 _LATENT_CHANNELS = 16
 
 
 class TinyVAEDecoder(nn.Module):
-    """The decoder with an explicit cache; parameter names are TAEHV's. dtype: of weights, activations and cache."""
+    """The decoder with an explicit cache; parameter names are TAEHV's. `dtype` is that of weights,
+    activations and cache."""
 
     def __init__(self, channels: Sequence[int] = CHANNELS, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -38,10 +40,15 @@ class TinyVAEDecoder(nn.Module):
 
     @torch.no_grad()
     def decode(self, latents_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Decode the next latents of a stream; `cache` None starts one.
+        """Decode the next latents of a stream.
 
-        latents_1CTHW: [1, 16, n, h, w], normalised, any float dtype. Returns pixels [1, 3, T, 8h, 8w] in [-1, 1], T =
-        4n (4n - 3 at a start), and the next cache.
+        Args:
+            latents_1CTHW: [1, 16, n, h, w], normalised, any float dtype.
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            Pixels [1, 3, T, 8h, 8w] in [-1, 1] with T = 4n (4n - 3 at the start), and the next
+            cache.
         """
         x = latents_1CTHW[0].transpose(0, 1).to(self.dtype)
         x, kept = taehv.run_stream(self.decoder, x, cache)
@@ -51,7 +58,7 @@ class TinyVAEDecoder(nn.Module):
         return pixels_1CTHW, kept
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """Layout of the cache of a stream of `height` x `width` pixels."""
+        """Return the layout of the cache of a stream of `height` x `width` pixels."""
         return CacheLayout(taehv.decoder_memory(self.channels, height // 8, width // 8), self.dtype)
 
     def decoder_cache_nbytes(self, height: int, width: int) -> int:
@@ -59,22 +66,29 @@ class TinyVAEDecoder(nn.Module):
 
 
 def tiny_vae_channels(path: Path | None) -> tuple[int, ...]:
-    """Return the widths of a TAEHV file; without a file, the released ones. Raises ValueError if it is none."""
+    """Return the widths of a TAEHV file, or without a file the released ones. Raises ValueError for
+    other files."""
     return CHANNELS if path is None else taehv.decoder_widths(path)
 
 
 def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
-    """Load the decoder's half of a TAEHV file, strictly. Raises ValueError."""
+    """Load the decoder's half of a TAEHV file strictly. Raises ValueError."""
     source = open_tensors(path)
     encoder = [name for name in source.shapes if name.startswith("encoder.")]
     load_strict(decoder, source, shapes_of(decoder), what="tiny VAE", ignored=encoder)
 
 
 def load_wanted(decoder: TinyVAEDecoder | None, layout: WanComponents, wanted_by: str | None) -> None:
-    """Fill this rank's tiny decoder from the checkpoint's directory, if it has one.
+    """Load this rank's tiny decoder from the checkpoint's directory, if it has one.
 
-    wanted_by: who needs it, as a user would name it; then a file that is not there is refused on every rank, also on
-    those that do not decode. Raises ValueError.
+    Args:
+        decoder: The tiny decoder, or None on a rank that does not decode.
+        layout: Components of the checkpoint.
+        wanted_by: Option that needs it, in the user's spelling. If it is set and the file is
+            missing, every rank raises.
+
+    Raises:
+        ValueError: The file is missing or does not fit.
     """
     if wanted_by is not None and layout.tiny_vae is None:
         raise ValueError(f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted_by} needs (madebyollin/taehv)")

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skeleton of the Wan family's diffusion transformers: a rank's part of one, and one forward of several rows.
+"""Base of the Wan family's diffusion transformers: this rank's part of a network, and one forward
+pass of a batch.
 
-Owns parameters and their order of use for this rank (a tensor-parallel part, a pipeline stage, or a token part) and
-nothing of sessions, requests or schedules. A family gives the input channels of its rows (`WanTransformer.channels`),
-the modulation by time (`Block.modulate`) and additions to its blocks (`Block.after_self_attention`).
+It owns parameters and their order of use on this rank (a tensor-parallel part, a pipeline stage, or
+a part of the tokens). It has no sessions, requests or schedules. A family defines the input
+channels (`WanTransformer.channels`), the modulation by time (`Block.modulate`) and additions to its
+blocks (`Block.after_self_attention`).
 
-Precision: linear layers run in the model's type; the residual stream (unless told otherwise), modulation, gates,
-normalisation, rotation, the time MLPs and the head run in fp32. In an fp32 model everything is fp32.
-Held by the tests of the families: tests/model_executor/models/lingbot_world/test_lingbot_transformer.py,
-tests/model_executor/models/causal_wan/test_causal_wan_parallel.py,
-tests/model_executor/models/wan2_2/test_wan22_parity.py.
+Precision: linear layers run in the model's dtype. The residual stream (by default), modulation,
+gates, normalisation, rotation, the time MLPs and the head run in fp32.
 """
 
-# B rows, L tokens of a row, T of them on this rank, D width, N heads (of this rank where sharded), H head dim,
-# C = H/2 rotary lanes, S text tokens
+# B batch entries, L tokens of an entry, T of them on this rank, D width, N heads (of this rank
+# where sharded), H head dim, C = H/2 rotary channels, S text tokens
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -46,20 +45,20 @@ from vllm_omni.model_executor.models.wan.layers import (
 Config = TypeVar("Config", bound=WanConfig)
 
 Update = tuple[torch.Tensor, torch.Tensor]
-"""A block's last term of the residual stream: the result of its FFN, [B, T, D], and the gate of that."""
+"""The last term that a block adds to the residual stream: the result of its FFN [B, T, D], and its
+gate."""
 
 
 class WanRow(AttentionRow, Protocol):
-    """A row of a forward. rope: (cos_TC, sin_TC) fp32, of this rank's tokens."""
+    """One batch entry of a forward pass. `rope` is (cos_TC, sin_TC) fp32 for this rank's tokens."""
 
     @property
     def rope(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class FeedForward(nn.Sequential):
-    """Two linear layers with a GELU between, which takes place within the first's product or the second's rounding
-    where that can be.
-    """
+    """Two linear layers with GELU between, fused into the first product or the second layer's
+    quantization if possible."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class FeedForward(nn.Sequential):
 
 
 class Block(nn.Module):
-    """One transformer block; `index` is its place among this stage's blocks."""
+    """One transformer block; `index` is its index among this stage's blocks."""
 
     def __init__(
         self,
@@ -106,16 +105,18 @@ class Block(nn.Module):
         self.ffn = FeedForward(config, parallel, chains, quant_config, f"{prefix}.ffn")
 
     def modulate(self, time: Any) -> Sequence[torch.Tensor]:
-        """Return shift, scale, gate of attention and of the FFN, each broadcastable to [B, T, D].
+        """Return shift, scale and gate of attention and of the FFN, each broadcastable to [B, T,
+        D].
 
-        time: here the six modulation rows of each row's timestep, fp32 [B, 6, D].
+        `time` is the six modulation vectors of each timestep, fp32 [B, 6, D], in this class.
         """
         return (self.modulation.float() + time).unsqueeze(2).unbind(1)
 
     def after_self_attention(
         self, x_BTD: torch.Tensor, attended_BTD: torch.Tensor, gate: torch.Tensor, rows: Sequence[Any]
     ) -> tuple[torch.Tensor, Input]:
-        """Add the gated attention to the residual stream; return that and the input of cross-attention."""
+        """Add the gated attention to the residual stream; return it and the input of
+        cross-attention."""
         norm3, rounded = self.norm3, takes_rounded(self.cross_attn.q)
         return self.chains.after_self_attention(
             x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps, None, rounded
@@ -129,7 +130,7 @@ class Block(nn.Module):
         scale: torch.Tensor,
         rows: Sequence[Any],
     ) -> tuple[torch.Tensor, Input]:
-        """Add cross-attention to the residual stream; return that and the input of the FFN."""
+        """Add cross-attention to the residual stream; return it and the input of the FFN."""
         rounded = takes_rounded(self.ffn[0])
         return self.chains.after_cross_attention(x_BTD, attended_BTD, shift, scale, self.eps, rounded)
 
@@ -143,9 +144,10 @@ class Block(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> tuple[torch.Tensor, Update | None]:
-        """One block, from the residual stream and its last update to the same.
+        """Run one block. Takes and returns the residual stream and its pending update.
 
-        The next block adds up: in one pass with its norm. If `write_only`, stop once K/V are written.
+        The next block adds the update, because one pass can then add and normalise. If
+        `write_only`, stop after K/V are written.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulate(time)
         dtype, rounded, x = self.norm3.weight.dtype, takes_rounded(self.self_attn.qkv), x_BTD
@@ -162,18 +164,27 @@ class Block(nn.Module):
 
 
 class WanTransformer(StageNetwork, Generic[Config]):
-    """This rank's part of a network but for the head. Parameters are made empty, in torch's default type and device.
+    """This rank's part of a network without the head. Parameters are uninitialised, in torch's
+    default dtype and device.
 
-    residual_fp32: keep the residual stream in fp32, else in the model's type. quantization: of the blocks' linear
-    layers but for `high_precision` and `int8_weights`. prefix: the network's name in the pipeline, for quantization.
+    Args:
+        config: Sizes of the network.
+        parallel: This rank. None: a single rank.
+        chains: Fused pointwise ops.
+        residual_fp32: Keep the residual stream in fp32 instead of the model's dtype.
+        quantization: vLLM's config for the blocks' linear layers, except `high_precision` and
+            `int8_weights`.
+        prefix: Name of the network in the pipeline, for quantization.
     """
 
     block_type: ClassVar[type[Block]] = Block
     high_precision: ClassVar[tuple[str, ...]] = ()
-    """Linear layers of blocks (`fnmatch`) that are never quantized. Embeddings, time and text layers, modulation and
-    the head never are: they are torch's own."""
+    """`fnmatch` patterns of the blocks' linear layers that are never quantized. Embeddings, time
+    and text layers, modulation and the head are torch's own layers and are never quantized either.
+    """
     int8_weights: ClassVar[tuple[str, ...]] = ()
-    """Those that keep int8 weights instead, and multiply in the model's type."""
+    """`fnmatch` patterns of linear layers that use int8 weights and multiply in the model's dtype.
+    """
 
     def __init__(
         self,
@@ -209,7 +220,8 @@ class WanTransformer(StageNetwork, Generic[Config]):
         self.blocks = nn.ModuleDict(dict(zip(map(str, layers), get_offloader().wrap_modules(made), strict=True)))
 
     def _block(self, layer: int, index: int, chains: Chains) -> Block:
-        """An empty block. layer: of the whole network. index: among this stage's."""
+        """Build an empty block. `layer` counts in the whole network, `index` among this stage's
+        blocks."""
         name, block = f"{self.prefix}.blocks.{layer}", self._block_type(layer)
         return block(self.config, self.parallel, chains, index, self.quant_config, name)
 
@@ -217,12 +229,12 @@ class WanTransformer(StageNetwork, Generic[Config]):
         return self.block_type
 
     def _add_context_layers(self) -> None:
-        """Make the layers of `embed_context`."""
+        """Build the layers of `embed_context`."""
         text_dim, dim = self.config.text_dim, self.config.dim
         self.text_embedding = nn.Sequential(nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
 
     def embed_context(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Rows that cross-attention reads, as an encoder gives them -> as its keys and values are made of, [S, D]."""
+        """Project an encoder's embeddings to the input [S, D] of cross-attention keys and values."""
         embedded: torch.Tensor = self.text_embedding(text_SE)
         return embedded
 
@@ -238,12 +250,12 @@ class WanTransformer(StageNetwork, Generic[Config]):
 
     @property
     def num_cache_heads(self) -> int:
-        """Heads whose self-attention K/V this rank keeps."""
+        """Heads of this rank's self-attention K/V cache."""
         return self.config.num_heads // self.parallel.size
 
     @property
     def num_cross_heads(self) -> int:
-        """Heads whose cross-attention K/V this rank keeps (all of them under sequence parallelism)."""
+        """Heads of this rank's cross-attention K/V (all heads under sequence parallelism)."""
         return self.config.num_heads // self.parallel.tensor_size
 
     @property
@@ -257,21 +269,26 @@ class WanTransformer(StageNetwork, Generic[Config]):
         return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
 
     def rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rotations (cos_TC, sin_TC), fp32, of a chunk of latent `size` [channels, F, h, w]."""
+        """Return this rank's rotations (cos_TC, sin_TC), fp32, of a chunk of latent `size`
+        [channels, F, h, w]."""
         _, patch_height, patch_width = self.config.patch_size
         cos, sin = rope_tables(self.config.head_dim, frames, size[2] // patch_height, size[3] // patch_width)
         own = self.parallel.token_slice(len(cos))
         return to_device(cos[own], self.device), to_device(sin[own], self.device)
 
     def channels(self, row: Any) -> torch.Tensor:
-        """Return the input channels of a row on the first stage, contiguous [in_channels, F, h, w]."""
+        """Return the input channels of a batch entry on the first stage, contiguous [in_channels,
+        F, h, w]."""
         raise NotImplementedError
 
     def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Encoded prompt (at most text_len rows) -> K/V [layers, 2, text_len, N, H] of this stage's blocks.
+        """Return K/V [layers, 2, text_len, N, H] of this stage's blocks for text embeddings.
 
-        Missing rows are zero and take part in attention, as in the original. Collective under tensor parallelism.
-        Raises ValueError if the prompt has more rows than text_len or another width.
+        Collective under tensor parallelism. Shorter prompts are padded with zeros that take part in
+        attention, as in the original.
+
+        Raises:
+            ValueError: The prompt is longer than text_len or has another width.
         """
         rows, width = text_SE.shape
         text_len, text_dim = self.config.text_len, self.config.text_dim
@@ -290,10 +307,19 @@ class WanTransformer(StageNetwork, Generic[Config]):
         *,
         kv_only: bool = False,
     ) -> torch.Tensor:
-        """Embed the rows on the first stage (`hidden_BTD` is None) and run this stage's blocks, [B, T, D].
+        """Embed the batch on the first stage (`hidden_BTD` is None) and run this stage's blocks.
 
-        Rows share F, h, w. time: for `Block.modulate`. kv_only: the last stage stops after its last K/V write.
         Collective under tensor and sequence parallelism.
+
+        Args:
+            rows: Batch entries with equal F, h, w.
+            hidden_BTD: Result of the previous stage.
+            time: Argument of `Block.modulate`.
+            num_tokens: L.
+            kv_only: The last stage stops after its last K/V write.
+
+        Returns:
+            [B, T, D].
         """
         if hidden_BTD is None:
             own = self.parallel.token_slice(num_tokens)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a text-conditioned Wan transformer, as tables: Wan's own names, and diffusers' mapped to them.
+"""Tensor tables of a text-conditioned Wan transformer: Wan's own names, and diffusers' names mapped
+to them.
 
-Causal and bidirectional networks have the same ones; a network with a camera has more. Knows no folders; a family's
-`weights.py` loads. Held by
-tests/model_executor/models/causal_wan/test_causal_wan_weights.py and
-tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
+Causal and bidirectional networks have the same tensors; a network with a camera has more. A
+family's `weights.py` loads with these tables.
 """
 
 import re
@@ -16,10 +15,10 @@ from vllm_omni.model_executor.tensor_files import Shape
 from vllm_omni.model_executor.weights import Rules
 
 HEAD_DIM = 128
-"""Of every released network; tensors do not tell it."""
+"""Head size of every released network, which tensor shapes do not show."""
 
 Sizes = tuple[int | str, ...]
-"""A tensor's shape in letters and numbers."""
+"""A tensor's shape in letters and integers."""
 
 
 TRANSFORMER_RULES: Rules = (
@@ -41,7 +40,7 @@ TRANSFORMER_RULES: Rules = (
     (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
     (r"\.ffn\.net\.2\.", ".ffn.2."),
 )
-"""Training wrappers' prefixes and diffusers names -> Wan's own, which pass unchanged."""
+"""Prefixes of training wrappers and diffusers' names -> Wan's own names, which pass unchanged."""
 
 IMAGE_RULES: Rules = (
     (r"^condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
@@ -68,8 +67,8 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "head.head.weight": ("O", "D"),
     "head.head.bias": ("O",),
 }
-"""The tensors outside the blocks. D width, I input channels, X text width, Q time frequencies, O output channels of one
-2x2 patch."""
+"""Tensors outside the blocks. D width, I input channels, X text width, Q time frequencies, O output
+values of one 2x2 patch."""
 
 IMAGE_TENSORS: dict[str, Sizes] = {
     "img_emb.proj.0.weight": ("X",),
@@ -81,7 +80,7 @@ IMAGE_TENSORS: dict[str, Sizes] = {
     "img_emb.proj.4.weight": ("D",),
     "img_emb.proj.4.bias": ("D",),
 }
-"""Of a network whose context is an image; X the width of its rows."""
+"""Tensors of a network with an image as context; X is the width of the image embeddings."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     "modulation": (1, 6, "D"),
@@ -99,7 +98,7 @@ BLOCK_TENSORS: dict[str, Sizes] = {
     "ffn.2.weight": ("D", "F"),
     "ffn.2.bias": ("D",),
 }
-"""The tensors of each block, named `blocks.N.<name>`. F width of the feed-forward layer."""
+"""Tensors of each block, named `blocks.N.<name>`. F is the width of the feed-forward layer."""
 
 
 def transformer_shapes(config: WanConfig) -> dict[str, Shape]:
@@ -114,11 +113,16 @@ def stored_sizes(
     *,
     context: Literal["text_embedding.0.weight", "img_emb.proj.3.weight"] = "text_embedding.0.weight",
 ) -> dict[str, int]:
-    """Return the sizes that a network's tensors have, under the original's `config.json` keys.
+    """Return the sizes that a network's tensors imply, under the original's `config.json` keys.
 
-    shapes: by Wan's own names. where: the weights, for errors. num_heads: the config's, None = it has none. context:
-    the layer that takes the encoder's rows in. Raises ValueError if they are no network of these tables or leave the
-    number of heads open.
+    Args:
+        shapes: Shapes by Wan's own names.
+        where: The weights, in errors.
+        num_heads: The config's value. None: it has none.
+        context: The layer that projects the encoder's embeddings.
+
+    Raises:
+        ValueError: The tensors are not of these tables, or the number of heads remains unknown.
     """
     try:
         (dim, context_dim), (_, freq_dim) = shapes[context], shapes["time_embedding.0.weight"]
@@ -144,7 +148,7 @@ def stored_sizes(
 def network_shapes(
     config: WanConfig, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
-    """Shapes of a network of these tables. more_sizes: sizes of letters beside those of the tables here."""
+    """Return the shapes of a network of these tables; `more_sizes` defines additional letters."""
     patch = config.patch_size[1] * config.patch_size[2]
     sizes: dict[str, int] = {
         "D": config.dim,

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan 2.1 video autoencoder as a stream: pixels and latents go in piece by piece, memory of the past is explicit.
+"""The Wan 2.1 video autoencoder for streams: pixels and latents arrive in parts, and the feature
+cache is explicit.
 
-The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`; this file owns the feature cache of their causal
-convolutions, which diffusers keeps inside its model and clears on every call. Here a cache is a value: a call takes one
-and returns another, so an aborted chunk leaves the session's cache as it was.
+The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`. This module owns the feature cache of
+their causal convolutions, which diffusers stores inside its model and clears in every call. Here a
+cache is a value: a call takes one and returns another, so an aborted chunk leaves the session's
+cache unchanged.
 
-One latent frame stands for 4 pixel frames, the first of a stream for 1. Latents are processed one at a time, so a
-stream cut anywhere equals one call over the whole clip bit for bit. A call holds one cache beside the one it was given:
-the features of a latent frame replace those of the one before, convolution by convolution.
+One latent frame stands for 4 video frames, the first of a stream for 1. Latents are processed one
+at a time, so a stream cut at any point is bitwise equal to one call over the whole clip. A call
+holds one cache in addition to its argument: convolution by convolution, the features of a latent
+frame replace those of the previous one.
 
-Shape letters: B streams, C channels, T frames, H height, W width (pixels of `VAEConfig.spatial_factor` x latent cells).
-Held by tests/model_executor/models/wan/test_vae.py.
+Shape letters: B streams, C channels, T frames, H height, W width (pixels of
+`VAEConfig.spatial_factor` x latent cells).
 """
 
 import itertools
@@ -39,31 +42,37 @@ logger = logging.getLogger("vllm." + __name__)
 
 Part = Literal["encoder", "decoder"]
 Rounding = Literal["round", "truncate"]
-"""Of a level between two whole numbers: to the nearest, or to the lower one."""
+"""How to round a level between two integers: to the nearest, or down."""
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
-"""(x, feat_cache, feat_idx) -> x, as diffusers' encoder and decoder; replaces the features of `feat_cache` in place."""
+"""(x, feat_cache, feat_idx) -> x, as in diffusers' encoder and decoder; replaces the features in
+`feat_cache`."""
 LatentNetwork = Callable[[torch.Tensor, list[Any] | None, tuple[Shape, ...]], tuple[torch.Tensor, list[Any]]]
-"""(x of one latent frame, features, shapes of a stream's features) -> (the other side's, features), as `_step`."""
+"""(x of one latent frame, features, shapes of a stream's features) -> (output, features), as
+`_step`."""
 _COMPILE_ATTEMPTS = 2
-"""For one shape."""
+"""A network compiled for one shape."""
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Layout of a stream's caches after every call. shapes: of the features, in order."""
+    """Shapes of a stream's caches, equal after every call."""
 
     shapes: tuple[Shape, ...]
+    """Shapes of the features, in order."""
     dtype: torch.dtype
+    """Type of the features."""
 
     @cached_property
     def nbytes(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes) * self.dtype.itemsize
 
     def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int = 0) -> "VAECache":
-        """Take the cache that was saved, whatever the stream's length.
+        """Restore a saved cache; its layout does not depend on the stream's length.
 
-        Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or not as in this layout.
+        Raises:
+            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or differs
+                from this layout.
         """
         return VAECache(
             tuple(saved.take(f"conv{index:02d}", device, self.dtype, shape) for index, shape in enumerate(self.shapes))
@@ -72,13 +81,15 @@ class CacheLayout:
 
 @dataclass(frozen=True, eq=False)
 class VAECache:
-    """A stream's state between calls: the last input frames of every causal convolution. Never written to.
+    """A stream's state between calls: the last input frames of every causal convolution. Never
+    written to.
 
-    features: tensors [1, C, 1 or 2, h, w] in the VAE's dtype, in the order the network visits its convolutions. Their
-    shapes are the same after every call, so `nbytes` is constant over a stream.
+    Shapes are the same after every call, so `nbytes` is constant over a stream.
     """
 
     features: tuple[torch.Tensor, ...]
+    """Tensors [1, C, 1 or 2, h, w] in the VAE's dtype, in the order in which the network runs
+    its convolutions."""
 
     @property
     def nbytes(self) -> int:
@@ -93,36 +104,48 @@ class VAECache:
         return VAECache(tuple(feature.clone() for feature in self.features))
 
     def to(self, device: torch.device | str) -> "VAECache":
-        """Return the cache on `device`; the same tensors if they are there already."""
+        """Move the cache to `device`; tensors that are already there are shared."""
         return VAECache(tuple(feature.to(device) for feature in self.features))
 
     @classmethod
     def joined(cls, caches: Sequence["VAECache"]) -> "VAECache":
-        """Return the cache of streams of one size that are decoded together, in new memory."""
+        """Concatenate the caches of streams of one size that are decoded together, in new memory."""
         return cls(tuple(torch.cat(features) for features in zip(*(each.features for each in caches), strict=True)))
 
     def of_streams(self) -> list["VAECache"]:
-        """Return each stream's own part of a joined cache, in memory of its own."""
+        """Split a joined cache into one cache per stream, in new memory."""
         parts = zip(*(feature.split(1) for feature in self.features), strict=True)
         return [VAECache(tuple(part.clone() for part in of_one)) for of_one in parts]
 
     def equal(self, other: "VAECache") -> bool:
-        """Whether both hold the same bits (one host sync per differing or last tensor)."""
+        """Return whether both are bitwise equal (one host synchronisation per compared tensor)."""
         return all(torch.equal(a, b) for a, b in zip(self.features, other.features, strict=True))
 
 
 class StreamingWanVAE(nn.Module):
-    """Encoder and/or decoder of a Wan 2.1 VAE driven with an explicit cache; parameter names are diffusers'.
+    """Encoder and/or decoder of a Wan 2.1 VAE with an explicit cache; parameter names are
+    diffusers'.
 
-    dtype: of weights, activations and caches (float32 or bfloat16). Latents are normalised and float32 at both doors.
-    In half precision on CUDA with Triton both are fused (`FusedEncoder`, `FusedDecoder`), with the same weights and
-    caches; `compiled` and `frames_per_call` are for a decoder that is not.
-    compiled: fuse the decoder with torch.compile (all but a stream's first latent, which has its own control flow).
-    frames_per_call: how many of a latent frame's 4 video frames go through the decoder's two largest levels at a time;
-    None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
-    bands: this rank decodes its band of rows only, together with the other ranks (`split_decode`); None = all rows.
-    fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None for the plain one. fuse_encoder: likewise.
-    Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`vae_layers`).
+    In half precision on CUDA with Triton, both are fused (`FusedEncoder`, `FusedDecoder`) with the
+    same weights and caches; `compiled` and `frames_per_call` apply only to other decoders.
+    Convolutions run channels-last, the fastest layout of their kernels, and on CPUs as 2-D
+    convolutions (`cpu_layers`).
+
+    Args:
+        config: Architecture.
+        encoder: Build the encoder.
+        decoder: Build the decoder.
+        dtype: Type of weights, activations and caches (float32 or bfloat16). Latents are always
+            normalised float32.
+        compiled: Compile the decoder with torch.compile, except for a stream's first latent, which
+            has separate control flow.
+        frames_per_call: How many of a latent frame's 4 video frames pass through the decoder's two
+            largest levels at a time. Fewer need less memory in addition to the cache and slightly
+            more time, with equal results. None: all.
+        bands: This rank decodes only its band of rows, together with other ranks (`split_decode`).
+            None: all rows.
+        fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None to keep the plain one.
+        fuse_encoder: A built `WanEncoder3d` -> its fused form, or None.
     """
 
     latents_mean: torch.Tensor
@@ -195,23 +218,29 @@ class StreamingWanVAE(nn.Module):
 
     @property
     def takes_streams(self) -> bool:
-        """Whether a decode of several streams at once is faster than one after the other: nothing is compiled."""
+        """Whether decoding several streams in one call is faster than one after another: if nothing
+        is compiled."""
         if not self.has_decoder or self.bands is not None:
             return False
         return self._fused is not None or (not self._compiled and self.latents_mean.device.type == "cpu")
 
     def forget(self) -> None:
-        """Drop tensors derived from weights: others were loaded."""
+        """Invalidate tensors derived from weights, because weights were loaded."""
         for fused in (self._fused, self._fused_encoder):
             if fused is not None:
                 fused.forget()
 
     @torch.no_grad()
     def encode(self, pixels_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Encode the next frames of a stream; `cache` None starts one.
+        """Encode the next frames of a stream.
 
-        pixels_1CTHW: [1, 3, T, H, W] in [-1, 1]; T = 1 + 4n at a start, 4n later; H and W multiples of 8.
-        Returns the normalised posterior mean [1, 16, n (+1), H/8, W/8], float32, and the next cache.
+        Args:
+            pixels_1CTHW: [1, 3, T, H, W] in [-1, 1]; T = 1 + 4n at the start, 4n later; H and W
+                multiples of 8.
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            The normalised posterior mean [1, 16, n (+1), H/8, W/8], float32, and the next cache.
         """
         first = 1 if cache is None else 0
         group = self.config.temporal_factor
@@ -238,12 +267,16 @@ class StreamingWanVAE(nn.Module):
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Decode the next latents of a stream; `cache` None starts one.
+        """Decode the next latents of a stream.
 
-        latents_BCTHW: [B, 16, n, h, w], normalised, any float dtype, n >= 1; B > 1 streams are decoded together if
-        `takes_streams`, and none of them starts (`VAECache.joined`). Returns pixels [B, 3, T, 8h, 8w] in [-1, 1] in the
-        VAE's dtype, T = 4n (4n - 3 at a start), and the next cache; both of this rank's rows only if it decodes in
-        bands.
+        Args:
+            latents_BCTHW: [B, 16, n, h, w], normalised, any float dtype, n >= 1. B > 1 requires
+                `takes_streams`, and that no stream starts (`VAECache.joined`).
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            Pixels [B, 3, T, 8h, 8w] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the
+            start), and the next cache. With `bands`, both hold only this rank's rows.
         """
         factor = self.config.spatial_factor
         if self.bands is not None:
@@ -262,19 +295,22 @@ class StreamingWanVAE(nn.Module):
         return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """Layout of the encoder cache of a stream of `height` x `width` pixels; runs nothing."""
+        """Return the layout of the encoder cache of a stream of `height` x `width` pixels, without
+        running anything."""
         return _cache_layout(self.config, "encoder", height, width, self.dtype)
 
     def encoder_cache_nbytes(self, height: int, width: int) -> int:
         return self.encoder_cache_layout(height, width).nbytes
 
     def check_height(self, height: int) -> None:
-        """Raise `RequestFailed` for a stream too low for the ranks that decode in bands; on all ranks alike."""
+        """Raise `RequestFailed` on all ranks for a stream with fewer rows than ranks that decode
+        bands."""
         if self.bands is not None:
             self.bands.rows(height // self.config.spatial_factor)
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """Layout of this rank's decoder cache of a stream of `height` x `width` pixels; runs nothing."""
+        """Return the layout of this rank's decoder cache of a stream of `height` x `width` pixels,
+        without running anything."""
         if self.bands is not None:
             factor = self.config.spatial_factor
             height = factor * len(self.bands.rows(height // factor))
@@ -285,7 +321,7 @@ class StreamingWanVAE(nn.Module):
 
 
 def cache_nbytes(config: VAEConfig, part: Part, height: int, width: int, dtype: torch.dtype) -> int:
-    """Return the exact bytes of a `VAECache` without running or building the network on a device."""
+    """Return the exact bytes of a `VAECache` without running or allocating the network."""
     return _cache_layout(config, part, height, width, dtype).nbytes
 
 
@@ -295,13 +331,15 @@ def _cache_layout(config: VAEConfig, part: Part, height: int, width: int, dtype:
 
 
 def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.Tensor:
-    """Convert pixels [1, 3, T, H, W] in [-1, 1] to uint8 frames [T, H, W, 3] on the same device, contiguous.
+    """Convert pixels [1, 3, T, H, W] in [-1, 1] to contiguous uint8 frames [T, H, W, 3] on the same
+    device.
 
-    255 * clamp(x / 2 + 0.5, 0, 1), evaluated in float32, to the nearest whole number or the next lower one.
+    Computes 255 * clamp(x / 2 + 0.5, 0, 1) in float32 and rounds to nearest or down.
     """
     unit_CTHW = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
     levels = unit_CTHW.mul_(255)
-    levels_THWC = (levels.round_() if rounding == "round" else levels).permute(1, 2, 3, 0)  # casts truncate
+    # casts truncate
+    levels_THWC = (levels.round_() if rounding == "round" else levels).permute(1, 2, 3, 0)
     if levels_THWC.is_cuda:
         return levels_THWC.to(torch.uint8).contiguous()
     return empty_result(levels_THWC.shape, torch.uint8).copy_(levels_THWC)
@@ -310,9 +348,11 @@ def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.
 def _step(
     network: Network, x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Run one latent frame's worth through `network`, which replaces `features` in place; return output and features.
+    """Run one latent frame through `network`; return its output and the features, which are
+    replaced in place.
 
-    features: owned by the caller alone, so that replaced features are freed at once; None starts a stream.
+    The caller must be the only owner of `features`, so that replaced features are freed at once.
+    None starts a stream.
     """
     if features is not None:
         return network(x_1CTHW, feat_cache=features, feat_idx=[0]), features
@@ -322,7 +362,7 @@ def _step(
 
 
 def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentNetwork:
-    """Diffusers' layers; a stream's first latent has its own control flow."""
+    """Return diffusers' layers; a stream's first latent has separate control flow."""
     later = _later_latents(decoder, compiled, frames_per_call)
 
     def decode(
@@ -334,10 +374,11 @@ def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) ->
 
 
 def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) -> Network:
-    """How to decode a latent frame that is not a stream's first; with a bound on frames, in two parts.
+    """Return the decode of a latent frame that is not the first, in two parts if `frames_per_call`
+    is set.
 
-    decoder: a `WanDecoder3d`. Its last two levels see a latent frame's 4 video frames; time may be cut anywhere there,
-    since each cut takes up the features that the one before has left.
+    The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. Time may be
+    split anywhere there, because each part continues from the features of the previous one.
     """
     if frames_per_call is None:
         forward: Network = decoder.forward
@@ -369,7 +410,7 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
     def decode_latent(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
         cut = len(feat_cache) - 1 - of_large
         features = feat_cache[: cut - of_middle], feat_cache[cut - of_middle : cut], feat_cache[cut:]
-        feat_cache.clear()  # now the parts' lists alone hold the features they replace
+        feat_cache.clear()  # only the lists of the parts now hold the features to be replaced
         x_1CTHW = small(x_1CTHW, feat_cache=features[0], feat_idx=[0])
         frames = []
         for piece in x_1CTHW.split(frames_per_call, dim=2):
@@ -382,23 +423,23 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
 
 
 def _keeps_frames(module: nn.Module) -> bool:
-    """Whether a module is a convolution over several frames, which remembers the last ones."""
+    """Return whether a module is a convolution over several frames, which caches the last ones."""
     return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
 
 
 def lay_channels_last(module: nn.Module) -> None:
-    """Lay the weights of convolutions out channels-last; activations and caches follow the weights."""
+    """Store convolution weights channels-last; activations and caches follow the weights."""
     for parameter in module.parameters():
         if parameter.dim() in CHANNELS_LAST:
             parameter.data = parameter.data.contiguous(memory_format=CHANNELS_LAST[parameter.dim()])
 
 
 def _compiled(network: Network) -> Network:
-    """Compile for one shape after another; features end in memory of their own.
+    """Compile for one shape at a time, and copy features to separate memory.
 
-    Compiled code hands out some features as parts of the buffer that a convolution was given, which they would keep.
-    A network that cannot be compiled (kernels are made for the device, which has failed by chance) runs as it is;
-    nothing has run by then, since the network is one graph.
+    Compiled code returns some features as views of a convolution's input buffer, which they would
+    keep alive. A network that fails to compile (kernels are built for the device, and that can
+    fail) runs eagerly. Nothing has run at that point, because the network is one graph.
     """
     compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
     failures: Counter[torch.Size] = Counter()
@@ -420,11 +461,13 @@ def _compiled(network: Network) -> Network:
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Give a feature of the first latent its final shape; zero frames in front are the convolution's own padding.
+    """Pad a feature of the first latent to its final shape; zero frames in front equal the
+    convolution's padding.
 
-    The first latent leaves one frame where later ones leave two, and a text marker instead of a tensor in the temporal
-    up-samplers, which skip their convolution once. It gets its final layout too: joined with one of another layout,
-    every later call's frames would be turned round before their convolution.
+    The first latent leaves one frame where later ones leave two. In the temporal upsamplers, which
+    skip their convolution once, it leaves a string instead of a tensor. The feature also gets its
+    final memory layout, because concatenating it with another layout would transpose every later
+    call's frames.
     """
     if isinstance(feature, torch.Tensor):
         feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
@@ -435,7 +478,8 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tuple[Shape, ...]:
-    """Return the shapes a cache has after every call, read off a run of two latent frames on the meta device."""
+    """Return the shapes of a cache after every call, from a run of two latent frames on the meta
+    device."""
     with torch.device("meta"), torch.no_grad():
         vae = StreamingWanVAE(config, encoder=part == "encoder", decoder=part == "decoder")
         network = vae.encoder if part == "encoder" else vae.decoder
@@ -447,5 +491,6 @@ def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tup
             pieces = [torch.empty(1, config.z_dim, 1, *cells) for _ in range(2)]
         for piece in pieces:
             network(piece, feat_cache=features, feat_idx=[0])
-    # Convolutions of one frame (the shortcuts) keep nothing: their slots are the unused ones at the end.
+    # Convolutions of one frame (the shortcuts) cache nothing: their slots are the unused ones at
+    # the end.
     return tuple(tuple(feature.shape) for feature in features if feature is not None)

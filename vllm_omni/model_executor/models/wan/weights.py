@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of Wan 2.1's frozen components; the tables of names are `component_names.py`'s.
-
-Held by tests/model_executor/models/lingbot_world/test_weights.py.
-"""
+"""Strict loading of Wan 2.1's frozen components, with the name tables of `component_names.py`."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
 _CLIP_UNUSED = ("textual.", "visual.head", "log_scale", "visual_projection.", "embeddings.position_ids")
-"""Beginnings of names that a file with the vision tower holds beside it."""
+"""Name prefixes of other tensors in a file with the vision tower."""
 
 
 def load_pieces(
@@ -33,7 +30,8 @@ def load_pieces(
     text_encoder: "TextEncoder | AwaitedText | None" = None,
     image_encoder: "ImageEncoder | None" = None,
 ) -> None:
-    """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
+    """Load every component of this rank (None: not on this rank), after checking that all of them
+    exist."""
     if image_encoder is not None:
         layout.require("image_encoder")
     if text_encoder is not None:
@@ -52,7 +50,8 @@ def load_components(
     vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | AwaitedText | None" = None,
 ) -> None:
-    """Fill the components this rank has (None = not here); the caller has asked `layout.require` for them."""
+    """Load the components of this rank (None: not on this rank). The caller must have called
+    `layout.require`."""
     if vae is not None and layout.vae is not None:
         load_vae(vae, layout.vae)
     if text_encoder is not None and layout.text_encoder is not None:
@@ -67,7 +66,7 @@ def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
 
 @cache
 def _vae_shapes(config: "VAEConfig") -> Mapping[str, Shape]:
-    """Of both halves."""
+    """Return the shapes of both halves."""
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
     with torch.device("meta"):
@@ -75,7 +74,8 @@ def _vae_shapes(config: "VAEConfig") -> Mapping[str, Shape]:
 
 
 def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
-    """Load the tower from Wan's `.pth`, of which it is a part, or from a transformers folder. Raises ValueError."""
+    """Load the vision tower from Wan's `.pth`, which contains it, or from a transformers folder.
+    Raises ValueError."""
     source = open_tensors(path)
     ignored = [name for name in source.shapes if name.startswith(_CLIP_UNUSED) or name.endswith("position_ids")]
     adapted = AdaptedSource(source, _clip_forms)
@@ -83,7 +83,8 @@ def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
 
 
 def _clip_forms(name: str) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Q, K and V stand stacked in one tensor; embeddings have leading dimensions of one."""
+    """Return conversions: Q, K and V are stacked in one tensor, and embeddings have leading
+    dimensions of one."""
     if name.startswith("visual.") and ".to_qkv." in name:
         parts = enumerate("qkv")
         return {name.replace(".to_qkv.", f".to_{kind}."): partial(_third, index=index) for index, kind in parts}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Winograd's F(m, 3) along time: m frames of a convolution over three by m + 2 convolutions over one, not 3 m.
+"""Winograd's F(m, 3) along time: m frames of a convolution over three frames, with m + 2 instead of
+3 m products.
 
-Frames are combined before the convolutions, weights once when they are loaded, and results behind them. Combinations
-and products are kept in fp16: with its three more bits of mantissa, F(4, 3) loses less than bf16 loses without it.
-The maths: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015 (arXiv:1509.09308).
-
-Held by tests/model_executor/models/wan/test_winograd.py.
+Frames are combined before the convolutions, weights once when they are loaded, and results after
+the convolutions. Combinations and products are fp16: because of its three more mantissa bits, F(4,
+3) in fp16 loses less precision than a plain convolution in bf16.
+The maths: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015
+(arXiv:1509.09308).
 """
 
 # O, C channels; H, W the kernel's rows and columns; T its three frames
@@ -19,26 +20,31 @@ import torch
 Matrix = tuple[tuple[float, ...], ...]
 
 _RANGE: Final = 16.0
-"""Inputs are divided by it and results multiplied: fp16 ends at 65504, and layers' results may be larger."""
+"""Divisor of inputs and factor of results, because fp16 ends at 65504 and activations may exceed
+it."""
 
 
 @dataclass(frozen=True)
 class Winograd:
-    """F(m, 3). inputs: [m + 2, m + 2] from frames. weights: [m + 2, 3]. results: [m, m + 2] from products."""
+    """The matrices of F(m, 3)."""
 
     inputs: Matrix
+    """[m + 2, m + 2], from frames to combined frames."""
     weights: Matrix
+    """[m + 2, 3], from weights to combined weights."""
     results: Matrix
+    """[m, m + 2], from products to results."""
 
     def transformed(self, weight_OCTHW: torch.Tensor) -> torch.Tensor:
-        """[O, C, 3, H, W] -> [m + 2, O, C, H, W], of `product_dtype`, each channels-last; computed in fp32."""
+        """Transform [O, C, 3, H, W] to [m + 2, O, C, H, W] of `product_dtype`, each channels-last;
+        computed in fp32."""
         matrix = weight_OCTHW.new_tensor(self.weights, dtype=torch.float32)
         of_products = torch.einsum("jt,octhw->johwc", matrix, weight_OCTHW.float())
         return of_products.to(product_dtype(weight_OCTHW.dtype)).permute(0, 1, 4, 2, 3)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of combined frames, weights and products in a network of `dtype`."""
+    """Return the dtype of combined frames, weights and products in a network of `dtype`."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a Wan directory in diffusers' layout are, and which directories this family takes.
+"""Locate the components of a Wan directory in diffusers' layout, and decide which directories this
+family serves.
 
-It takes a directory whose `model_index.json` names `WanPipeline` or `WanImageToVideoPipeline` and whose transformer is
-one that `Wan22Config` implements: all of Wan 2.2, and Wan 2.1 text-to-video. Wan 2.1 image-to-video (a CLIP image
-encoder) is left to diffusers. Only looks; `weights.py` loads.
-Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
+It serves a directory if its `model_index.json` names `WanPipeline` or `WanImageToVideoPipeline` and
+`Wan22Config` implements its transformer: all of Wan 2.2, and Wan 2.1 text-to-video. Wan 2.1
+image-to-video (with a CLIP image encoder) is left to diffusers. This module only locates files;
+`weights.py` loads them.
 """
 
 import inspect
@@ -33,7 +34,7 @@ class Wan22Layout(WanComponents):
     index: dict[str, Any]
 
     def transformers(self) -> dict[str, Path]:
-        """Name -> folder, of one or two."""
+        """The folders of the transformers (one or two), by name."""
         second = {} if self.transformer_2 is None else {"transformer_2": self.transformer_2}
         return {"transformer": self.transformer, **second}
 
@@ -41,7 +42,7 @@ class Wan22Layout(WanComponents):
         return read_json(self.transformer / "config.json")
 
     def vae_values(self) -> dict[str, Any]:
-        """Constructor arguments of diffusers' `AutoencoderKLWan`, as stored. Raises ValueError."""
+        """Return the arguments of diffusers' `AutoencoderKLWan`, as stored. Raises ValueError."""
         if self.vae is None or not self.vae.is_dir():
             raise ValueError(f"{self.root} lacks the folder vae/ with a config.json")
         stored = read_json(self.vae / "config.json")
@@ -50,7 +51,8 @@ class Wan22Layout(WanComponents):
         return {key: value for key, value in stored.items() if not key.startswith("_")}
 
     def scheduler_values(self) -> dict[str, Any]:
-        """The scheduler's config, `_class_name` included. Raises ValueError for one that is not implemented."""
+        """Return the scheduler's config, including `_class_name`. Raises ValueError if it is not
+        implemented."""
         values = read_json(self.root / "scheduler" / "scheduler_config.json")
         if values.get("_class_name") not in SCHEDULERS:
             raise ValueError(
@@ -59,7 +61,8 @@ class Wan22Layout(WanComponents):
         return values
 
     def facts(self) -> Wan22Checkpoint:
-        """Return the fields of index, VAE and transformer together. Raises ValueError if they contradict each other."""
+        """Return the combined fields of index, VAE and transformer. Raises ValueError if they
+        contradict each other."""
         vae = {**_VAE_DEFAULTS, **self.vae_values()}
         kind: Kind = "t2v"
         if self.index.get("expand_timesteps") is True:
@@ -93,7 +96,7 @@ class Wan22Layout(WanComponents):
 
 
 def find_layout(path: Path) -> Wan22Layout:
-    """Find the pieces below `path`. Raises ValueError of one line."""
+    """Locate the components in `path`. Raises ValueError (one line)."""
     index = read_json(path / "model_index.json")
     if index.get("_class_name") not in PIPELINES:
         raise ValueError(f"{path} is a {index.get('_class_name')!r}; this model serves {' and '.join(PIPELINES)}")
@@ -108,7 +111,7 @@ def find_layout(path: Path) -> Wan22Layout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a directory this family serves. Cheap, never raises."""
+    """Return whether this family serves the directory `path`. Cheap; never raises."""
     try:
         Wan22Config.from_checkpoint(find_layout(path).transformer_config())
     except (ValueError, OSError):
@@ -150,9 +153,10 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def stored_dtype(layout: Wan22Layout) -> str:
-    """The type the text encoder's config states, else the transformer's, else bfloat16.
+    """Return the dtype in the text encoder's config, else in the transformer's, else bfloat16.
 
-    Published transformers are stored in fp32 and run in bf16; their configs say nothing, the text encoder's says bf16.
+    Published transformers are stored in fp32 and run in bf16. Their configs state no dtype, but the
+    text encoder's states bf16.
     """
     configs = [layout.transformer_config()]
     if layout.text_encoder is not None and (layout.text_encoder / "config.json").exists():
@@ -162,7 +166,7 @@ def stored_dtype(layout: Wan22Layout) -> str:
 
 
 def check_vae_keys(values: dict[str, Any]) -> None:
-    """Raise ValueError naming keys that diffusers' `AutoencoderKLWan` does not take."""
+    """Raise ValueError for keys that diffusers' `AutoencoderKLWan` does not take."""
     from diffusers import AutoencoderKLWan
 
     known = set(inspect.signature(AutoencoderKLWan.__init__).parameters) - {"self"}
@@ -171,6 +175,6 @@ def check_vae_keys(values: dict[str, Any]) -> None:
 
 
 def _named(index: dict[str, Any], component: str) -> bool:
-    """Whether the index names a component that is not null."""
+    """Return whether the index names a component that is not null."""
     value = index.get(component)
     return isinstance(value, list) and len(value) == 2 and value[0] is not None

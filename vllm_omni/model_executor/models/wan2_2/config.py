@@ -21,8 +21,8 @@ from vllm_omni.model_executor.step_cache import StepCache
 NUM_TRAIN_TIMESTEPS = 1000
 
 Kind = Literal["t2v", "i2v", "ti2v"]
-"""`t2v`: text alone. `i2v`: the picture's latents and a mask are further input channels. `ti2v`: text alone, or the
-picture's latents stand in the first latent frame, whose tokens are fed timestep 0."""
+"""`t2v`: text only. `i2v`: the image's latents and a mask are further input channels. `ti2v`: text
+only, or the image's latents are the first latent frame, with tokens at timestep 0."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,24 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
 }
 _IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "torch_dtype", "dtype")
-"""Keys that change nothing here (rotations are computed, so there is no longest sequence)."""
+"""Keys that have no effect here (rotations are computed, so the sequence length is unlimited)."""
 
 
 @dataclass(frozen=True)
 class Wan22Checkpoint:
-    """kind: see `Kind`. boundary_ratio: `transformer` serves timesteps at or above this share of 1000, `transformer_2`
-    those below; None = one transformer. z_dim, spatial_factor, temporal_factor: the VAE's.
-    """
+    """Conditioning, experts and VAE sizes of a checkpoint."""
 
     kind: Kind
+    """See `Kind`."""
     boundary_ratio: float | None
+    """`transformer` serves timesteps at or above this fraction of 1000, `transformer_2` those
+    below. None: one transformer."""
     z_dim: int
+    """Latent channels."""
     spatial_factor: int
+    """Pixels per latent cell side."""
     temporal_factor: int
+    """Video frames per latent frame after the first."""
 
     @property
     def two_experts(self) -> bool:
@@ -85,11 +89,12 @@ class Wan22Checkpoint:
 
     @property
     def in_channels(self) -> int:
-        """Input channels: noise, and for `i2v` a mask channel per pixel frame and the picture's latents."""
+        """Input channels: noise, and for `i2v` one mask channel per video frame and the image's
+        latents."""
         return 2 * self.z_dim + self.temporal_factor if self.kind == "i2v" else self.z_dim
 
     def latent_frames(self, num_frames: int) -> int:
-        """Raises ValueError unless `num_frames` is 1 + a multiple of the temporal factor."""
+        """Raise ValueError unless `num_frames` is 1 + a multiple of the temporal factor."""
         if (num_frames - 1) % self.temporal_factor:
             near = 1 + (num_frames - 1) // self.temporal_factor * self.temporal_factor
             raise ValueError(
@@ -98,7 +103,8 @@ class Wan22Checkpoint:
         return 1 + (num_frames - 1) // self.temporal_factor
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Pixel size -> latent size. Raises ValueError unless both are multiples of `size_multiple`."""
+        """Convert a size in pixels to latent cells. Raises ValueError unless both are multiples of
+        `size_multiple`."""
         multiple = self.size_multiple
         if height % multiple or width % multiple or min(height, width) < multiple:
             raise ValueError(f"height and width must be multiples of {multiple} pixels, got {height}x{width}")
@@ -106,19 +112,24 @@ class Wan22Checkpoint:
 
     @property
     def size_multiple(self) -> int:
-        """One token is 2 x 2 latent cells."""
+        """Pixels per token side: one token is 2 x 2 latent cells."""
         return 2 * self.spatial_factor
 
 
 @dataclass(frozen=True)
 class Recommended:
-    """The authors' sampling defaults (Wan-Video/Wan2.2 and Wan2.1, wan/configs). guidance_2: below the boundary."""
+    """The authors' sampling defaults (Wan-Video/Wan2.2 and Wan2.1, wan/configs)."""
 
     num_inference_steps: int
+    """Denoise steps."""
     guidance: float
+    """Guidance scale of the first or only expert."""
     guidance_2: float | None
+    """Guidance scale below the boundary. None: one transformer."""
     num_frames: int
+    """Video frames."""
     fps: float
+    """Video frames per second."""
 
 
 def recommended(checkpoint: Wan22Checkpoint) -> Recommended:
@@ -136,18 +147,23 @@ Shift = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of requests; None = the checkpoint's authors'.
-
-    guidance_scale_2: below the boundary. flow_shift: of the noise schedule (authors: 3 at 480p, 5 at 720p and above).
-    """
+    """Defaults of requests."""
 
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Denoise steps. Range: 1 to 1000. Default: the authors'."""
     guidance_scale: Guidance | None = None
+    """Guidance scale. Default: the authors'."""
     guidance_scale_2: Guidance | None = None
+    """Guidance scale below the boundary. Default: the authors'."""
     num_frames: Count | None = None
+    """Video frames. Default: the authors'."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    """Video frames per second. Range: above 0, up to 240. Default: the authors'."""
     negative_prompt: str = ""
+    """Negative prompt. Default: empty."""
     flow_shift: Shift | None = None
+    """Shift of the noise schedule (authors: 3 at 480p, 5 at 720p and above). Default: the
+    checkpoint's."""
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -172,7 +188,7 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
-        """Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = parse_options(cls, options, "omni.model")
         if parsed.cfg_parallel and parsed.sequence_parallel:
             raise ValueError("omni.model: cfg_parallel and sequence_parallel both take the tensor-parallel ranks")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GuidanceRanks`: the two branches of classifier-free guidance on two ranks (`omni.model.cfg_parallel`).
+"""`GuidanceRanks`: the two branches of classifier-free guidance on two ranks
+(`omni.model.cfg_parallel`).
 
-Each rank holds the whole network and runs one branch of every guided request; before the branches are combined the
-ranks exchange their predictions. A request without guidance has one branch, which both run.
-Held by tests/model_executor/models/wan2_2/test_wan22_guidance.py.
+Each rank holds the whole network and runs one branch of every guided request. An all-gather of the
+predictions precedes their combination. A request without guidance has one branch, which both ranks
+run.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ _BRANCHES = 2
 
 
 def check_guidance_ranks(ranks: int) -> None:
-    """Raise ValueError unless there is a rank for each branch."""
+    """Raise ValueError unless there is one rank per branch."""
     if ranks != _BRANCHES:
         raise ValueError(
             f"omni.model: cfg_parallel runs two branches on two ranks: pass --tensor-parallel-size {_BRANCHES}, "
@@ -28,24 +29,28 @@ def check_guidance_ranks(ranks: int) -> None:
 
 @dataclass(frozen=True)
 class GuidanceRanks:
-    """branch: this rank's, 0 = the prompt's, 1 = the negative prompt's."""
+    """This rank's branch of guided requests."""
 
     branch: int
+    """0: the prompt's, 1: the negative prompt's."""
     group: dist.ProcessGroup
+    """Process group of the two ranks."""
 
     @classmethod
     def of(cls, parallel: ParallelContext) -> "GuidanceRanks":
-        """Take the ranks that would otherwise share each layer. Raises ValueError unless there are two."""
+        """Use the ranks that would otherwise shard each layer. Raises ValueError unless there are
+        two."""
         check_guidance_ranks(parallel.size)
         assert parallel.group is not None
         return cls(parallel.rank, parallel.group)
 
     def own(self, branches: int) -> range:
-        """The branches of a request that this rank runs."""
+        """Return the branches of a request that this rank runs."""
         return range(self.branch, self.branch + 1) if branches == _BRANCHES else range(branches)
 
     def join(self, predictions: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-        """This rank's rows, one for each request -> the rows of all branches, request by request (collective)."""
+        """All-gather: this rank's predictions, one per request -> those of all branches, request by
+        request (collective)."""
         parts = [torch.empty_like(predictions) for _ in range(_BRANCHES)]
         dist.all_gather(parts, predictions.contiguous(), group=self.group)
         return torch.stack([parts[branch][row] for row, count in enumerate(branches) for branch in range(count)])

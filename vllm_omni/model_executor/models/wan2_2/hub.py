@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The released weights that `vllm-omni download wan2_2` fetches: TI2V 5B, the one for a single GPU and both tasks.
+"""The weights that `vllm-omni download wan2_2` fetches: TI2V 5B, which runs on a single GPU and
+supports both tasks.
 
-The A14B directories come in the same layout; fetch them with `hf download`. Sizes are estimates from the tensors'
-sizes. The licences of the weights are on their model cards.
+The A14B directories have the same layout; download them with `hf download`. Sizes are estimates
+from the tensors. The licences of the weights are on their model cards.
 """
 
 from pathlib import Path

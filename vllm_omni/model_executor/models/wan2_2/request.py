@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a client may send with one video request, checked: here and nowhere else.
+"""Validate everything that a client may send with one video request.
 
-`read_request` returns a `VideoRequest` with every default resolved, or raises `RequestFailed` with the field, its
-value and the allowed ones. Allocates nothing on a device, gives the same answer on every rank.
-Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
+`read_request` returns a `VideoRequest` with all defaults resolved, or raises `RequestFailed` with
+the field, its value and the allowed ones. It allocates nothing on a device and returns the same
+result on every rank.
 """
 
 from collections.abc import Mapping
@@ -24,34 +24,46 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """A checked request. guidance: of the first expert (or the only one), guidance_2: below the boundary; a branch for
-    the negative prompt is run only when guidance is above 1. latent_shape: [z_dim, F, h, w].
-    """
+    """A validated request. The negative prompt is run only if guidance is above 1."""
 
     prompt: str
+    """Text of the video."""
     negative_prompt: str
+    """Text to guide away from."""
     height: int
+    """Pixels."""
     width: int
+    """Pixels."""
     num_frames: int
+    """Video frames."""
     latent_shape: tuple[int, int, int, int]
+    """[z_dim, F, h, w]."""
     num_inference_steps: int
+    """Denoise steps."""
     guidance: float
+    """Guidance scale of the first or only expert."""
     guidance_2: float
+    """Guidance scale below the boundary."""
     flow_shift: float | None
+    """Shift of the noise schedule. None: the checkpoint's."""
     seed: int
+    """Seed of the noise."""
     fps: float
+    """Video frames per second."""
     step_cache: float | None = None
+    """Threshold for skipping steps. None: off."""
 
     @property
     def guided(self) -> bool:
-        """Whether the negative prompt is run; the first expert's guidance decides for both, as in diffusers."""
+        """Whether the negative prompt is run. As in diffusers, the first expert's guidance scale
+        decides for both."""
         return self.guidance > 1
 
 
 def read_request(
     params: DiffusionParams, checkpoint: Wan22Checkpoint, options: Wan22Options, omni: OmniConfig
 ) -> VideoRequest:
-    """Check one request's scalars and resolve its defaults. Raises `RequestFailed`."""
+    """Validate one request's scalars and resolve its defaults. Raises `RequestFailed`."""
     if not params.one_shot:
         raise _invalid("this model makes whole videos: send one_shot")
     if params.num_images != 1:
@@ -102,7 +114,7 @@ def read_request(
 def read_image(
     tensors: Mapping[str, torch.Tensor], request: VideoRequest, checkpoint: Wan22Checkpoint
 ) -> torch.Tensor | None:
-    """Return the start picture, uint8 [H, W, 3], or None. Raises `RequestFailed`."""
+    """Return the start image, uint8 [H, W, 3], or None. Raises `RequestFailed`."""
     allowed = set() if checkpoint.kind == "t2v" else {"image"}
     unknown = sorted(set(tensors) - allowed)
     if unknown:
@@ -122,13 +134,13 @@ def read_image(
 
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
-    """The deployment's default, else the authors', within the server's limits."""
+    """Return the deployment's default, else the authors', within the server's limits."""
     wanted = options.defaults.num_frames or min(recommended(checkpoint).num_frames, options.max_num_frames)
     return 1 + (wanted - 1) // checkpoint.temporal_factor * checkpoint.temporal_factor
 
 
 def default_guidance(checkpoint: Wan22Checkpoint, options: Wan22Options) -> tuple[float, float]:
-    """(above the boundary, below it) of a request that says nothing."""
+    """Return the default scales (above the boundary, below it)."""
     best = recommended(checkpoint)
     if options.defaults.guidance_scale is None:
         first, second = best.guidance, best.guidance if best.guidance_2 is None else best.guidance_2
@@ -140,7 +152,8 @@ def default_guidance(checkpoint: Wan22Checkpoint, options: Wan22Options) -> tupl
 def _guidance(
     params: DiffusionParams, own: Wan22RequestOptions, checkpoint: Wan22Checkpoint, options: Wan22Options
 ) -> tuple[float, float]:
-    """A request's one number holds for both experts, as in diffusers, unless it only repeats the default."""
+    """Apply a single scale in the request to both experts, as in diffusers, unless it only repeats
+    the default."""
     first, second = default_guidance(checkpoint, options)
     if params.guidance_scale is not None and params.guidance_scale != first:
         first = second = params.guidance_scale

@@ -10,9 +10,13 @@ import torch
 def new_scheduler(
     values: Mapping[str, Any], num_inference_steps: int, flow_shift: float | None, device: torch.device
 ) -> Any:
-    """Return a scheduler with its timesteps set, at its first step.
+    """Return a scheduler at its first step.
 
-    values: `scheduler_config.json`, of a class listed in `checkpoint.SCHEDULERS`. flow_shift: None = the config's.
+    Args:
+        values: `scheduler_config.json` of a class in `checkpoint.SCHEDULERS`.
+        num_inference_steps: Number of denoise steps.
+        flow_shift: Shift of the noise schedule. None: the config's.
+        device: Device of the timesteps.
     """
     import diffusers
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bidirectional Wan transformer of Wan 2.1 and 2.2: one forward for several videos at different timesteps.
+"""The bidirectional Wan transformer of Wan 2.1 and 2.2: one forward pass over several videos at
+different timesteps.
 
-Owns one network's parameters and maths for this rank (a tensor-parallel part, a pipeline stage, or a token part) and
-nothing of requests, guidance or schedules. A row sees all of its own tokens and its prompt's 512 rows. Some leading
-latent frames of a row may be clean: their tokens are fed timestep 0 (Wan 2.2's `expand_timesteps`).
+It owns one network's parameters and maths on this rank (a tensor-parallel part, a pipeline stage,
+or a part of the tokens). It has no requests, guidance or schedules. A batch entry attends to all of
+its tokens and to its prompt's 512 text embeddings. Leading latent frames may be clean: their tokens
+are at timestep 0 (Wan 2.2's `expand_timesteps`).
 
 Maths: diffusers `WanTransformer3DModel` 0.42 (Wan-Video/Wan2.2, wan/modules/model.py).
-Held by tests/model_executor/models/wan2_2/test_wan22_parity.py.
 """
 
-# B rows (one branch of one request each), L tokens of a video, T of them on this rank, D width, S text tokens, N heads
-# (of this rank where sharded), H head dim, C = H/2 rotary lanes
+# B batch entries (one branch of one request each), L tokens of a video, T of them on this rank, D
+# width, S text tokens, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
 class OwnTokens:
-    """The K/V "window" of a bidirectional network: attention reads back the K/V its layer has just written."""
+    """The K/V window of a bidirectional network: attention reads the K/V that its layer has just
+    written."""
 
     def __init__(self) -> None:
         self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -36,7 +38,7 @@ class OwnTokens:
         self._kv = (k_TNH, v_TNH)
 
     def place(self, layer: int, frames: range) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         assert self._kv is not None
@@ -44,23 +46,25 @@ class OwnTokens:
         return attention(q_TNH, *kv)
 
     def rounded_ahead(self, frames: range) -> None:
-        """Nothing is rounded."""
+        """Return None: nothing is quantized."""
 
 
 @dataclass(frozen=True)
 class VideoRow:
-    """One row of a forward; tensors on the model's device.
-
-    inputs: [in_channels, F, h, w], any float type. timestep: in [0, 1000], of all frames but the first `clean_frames`.
-    rope: (cos_TC, sin_TC) fp32, this rank's tokens. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`.
-    """
+    """One batch entry of a forward pass; tensors on the model's device."""
 
     inputs: torch.Tensor
+    """[in_channels, F, h, w], any float dtype."""
     timestep: float
+    """In [0, 1000], of all frames except the first `clean_frames`."""
     rope: tuple[torch.Tensor, torch.Tensor]
+    """(cos_TC, sin_TC) fp32 of this rank's tokens."""
     cross_kv: torch.Tensor
+    """[layers, 2, S, N, H] from `cross_attention_kv`."""
     clean_frames: int = 0
+    """Leading latent frames at timestep 0."""
     window: OwnTokens = field(default_factory=OwnTokens)
+    """K/V of the current layer."""
 
     @property
     def frames(self) -> range:
@@ -89,14 +93,14 @@ class Times:
 
 
 class TimedBlock(Block):
-    """A block whose tokens may be at two timesteps: their row's, and 0."""
+    """A block with tokens at two timesteps: the batch entry's, and 0."""
 
     def modulate(self, time: Times) -> list[torch.Tensor]:
         return time.plus(self.modulation)
 
 
 class TimedHead(Head):
-    """A head whose tokens may be at two timesteps: their row's, and 0."""
+    """A head with tokens at two timesteps: the batch entry's, and 0."""
 
     def forward(self, x_BTD: torch.Tensor, times: Times) -> torch.Tensor:  # type: ignore[override]
         shift, scale = times.plus(self.modulation)
@@ -104,7 +108,8 @@ class TimedHead(Head):
 
 
 class Wan22Transformer(WanTransformer[Wan22Config]):
-    """This rank's part of one network. Parameters are created empty, in torch's default type and device."""
+    """This rank's part of one network. Parameters are uninitialised, in torch's default dtype and
+    device."""
 
     block_type = TimedBlock
 
@@ -127,10 +132,15 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         return row.inputs.contiguous()
 
     def forward(self, rows: Sequence[VideoRow], hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
-        """Predict the flow eps - x0 of every row, [B, out_channels, F, h, w] fp32.
+        """Predict the flow eps - x0 of every video. Collective under tensor and sequence
+        parallelism.
 
-        Rows share F, h, w. `hidden_BTD` is the previous stage's result; stages before the last return theirs.
-        Collective under tensor and sequence parallelism.
+        Args:
+            rows: Batch entries with equal F, h, w.
+            hidden_BTD: Result of the previous pipeline stage. None on the first stage.
+
+        Returns:
+            [B, out_channels, F, h, w] fp32 on the last stage; hidden states on earlier stages.
         """
         size = rows[0].inputs.shape[1:]
         num_tokens = self.num_tokens(rows[0].inputs)

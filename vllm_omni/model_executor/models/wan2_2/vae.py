@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VideoVAE`: diffusers' `AutoencoderKLWan` with normalised latents at both doors; 2.1's and 2.2's.
+"""`VideoVAE`: diffusers' `AutoencoderKLWan` (2.1's and 2.2's) with normalised latents as input and
+output.
 
-The network keeps its feature cache inside between frames of one call and clears it, so calls must not overlap.
-Held by tests/model_executor/models/wan2_2/test_wan22_parity.py.
+The network stores its feature cache internally between the frames of one call and then clears it,
+so calls must not overlap.
 """
 
 # C channels, T frames, H height, W width
@@ -19,7 +20,11 @@ from vllm_omni.model_executor.models.wan2_2.checkpoint import check_vae_keys
 
 
 class VideoVAE(nn.Module):
-    """values: `vae/config.json` without its underscored keys. tiling: work in overlapping tiles. Raises ValueError."""
+    """The autoencoder of a checkpoint.
+
+    `values` is `vae/config.json` without keys that start with an underscore. `tiling` processes
+    overlapping tiles. Raises ValueError.
+    """
 
     def __init__(self, values: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, tiling: bool = False) -> None:
         super().__init__()
@@ -35,13 +40,15 @@ class VideoVAE(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels_1CTHW: torch.Tensor) -> torch.Tensor:
-        """[1, 3, T, H, W] in [-1, 1] -> the normalised posterior mean [z_dim, F, h, w], fp32."""
+        """Encode [1, 3, T, H, W] in [-1, 1] to the normalised posterior mean [z_dim, F, h, w],
+        fp32."""
         mean = self.network.encode(pixels_1CTHW.to(self.dtype)).latent_dist.mode().float()
         return ((mean - self._mean.to(mean.device)) * (1.0 / self._std).to(mean.device))[0]
 
     @torch.no_grad()
     def decode(self, latents_CTHW: torch.Tensor) -> torch.Tensor:
-        """Normalised latents [z_dim, F, h, w] -> pixels [1, 3, T, H, W] in [-1, 1], in the VAE's type."""
+        """Decode normalised latents [z_dim, F, h, w] to pixels [1, 3, T, H, W] in [-1, 1], in the
+        VAE's dtype."""
         latents = latents_CTHW.unsqueeze(0).to(self.dtype)
         mean, std = self._mean.to(latents.device, self.dtype), (1.0 / self._std).to(latents.device, self.dtype)
         return self.network.decode(latents / std + mean, return_dict=False)[0]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of a Wan directory in diffusers' layout: one or two transformers, VAE, text encoder.
+"""Strict loading of a Wan directory in diffusers' layout: one or two transformers, VAE, text
+encoder.
 
-Names and shapes of every component are compared before any of its data is read (`model_executor/weights.py`).
-Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
+Names and shapes of every component are compared before any of its data is read
+(`model_executor/weights.py`).
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 
 def load_transformer(transformer: nn.Module, folder: Path, config: Wan22Config) -> None:
-    """Load a network, or the stage and slice of it that `transformer` is."""
+    """Load a network, or this rank's stage and slice of it."""
     load_strict(transformer, open_tensors(folder), transformer_shapes(config), TRANSFORMER_RULES, what=folder.name)
 
 
@@ -41,7 +42,7 @@ def load_pipeline_weights(
     vae: VideoVAE | None,
     text_encoder: TextEncoder | AwaitedText | None,
 ) -> None:
-    """Fill every component this rank has; a missing piece is reported before anything is read. Raises ValueError."""
+    """Load every component of this rank, after checking that all of them exist. Raises ValueError."""
     if text_encoder is not None:
         layout.require("text_encoder", "tokenizer")
     layout.require("transformer")
@@ -65,7 +66,8 @@ _FILE_MARKS = {
 
 
 def adapter_targets(experts: Mapping[str, nn.Module], config: Wan22Config) -> dict[str, AdapterTarget]:
-    """The experts as LoRA adapters see them; with two, a file's name may tell which it is for."""
+    """Return the experts as targets of LoRA adapters; with two, a file's name may identify its
+    expert."""
     from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
 
     marks = _FILE_MARKS if len(experts) > 1 else {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint's autoencoders as a session uses them (`Codec`): TAEHV of 1.5, a stream, and Waypoint-1's, of single images.
+"""Waypoint's autoencoders behind one interface (`Codec`): 1.5's TAEHV for streams, and Waypoint-1's
+for single images.
 
-Latents are used as they are. Waypoint-1's is a residual network, all of whose convolutions are weight-normalised; it
-works on 512x512 pixels, whatever the frame's size.
-Held by tests/model_executor/models/waypoint/test_waypoint_parity.py and test_waypoint_autoencoders.py.
+Latents are not normalised. Waypoint-1's is a residual network with weight-normalised convolutions.
+It works on 512x512 pixels, whatever the frame's size.
 """
 
 # T frames, C channels, H, W pixels
@@ -25,10 +25,11 @@ from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 
 
 class Codec(nn.Module):
-    """An autoencoder as a session uses it. Its decoder's memory of a stream is the same for every size of video."""
+    """An autoencoder for sessions. The size of its decoder's memory does not depend on the size of
+    the video."""
 
     layout: CacheLayout | None = None
-    """Of that memory; None = it has none."""
+    """Shapes of that memory. None: the decoder has none."""
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """uint8 of any size, on the codec's device -> its latent, fp32 [C, h, w], at a stream's start."""
@@ -48,7 +49,7 @@ class Codec(nn.Module):
         return self.decode_latent(latents_CFhw, size, before)
 
     def most_streams(self, before: VAECache | None, latents_CFhw: torch.Tensor) -> int:
-        """Return 1: each chunk is decoded alone."""
+        """Return 1, because each chunk is decoded separately."""
         return 1
 
     def decode_frames_together(
@@ -82,7 +83,7 @@ class StreamingTAEHV(TAEHV, Codec):
         self.size, self.layout = size, CacheLayout(self.decoder_memory(*size), dtype)
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
-        """The image stands still for the four frames of its latent."""
+        """Repeat the image for the four frames of its latent."""
         frames = to_codec(image_HWC.unsqueeze(0), self.size, self.dtype).expand(FRAMES_PER_LATENT, -1, -1, -1)
         return self.encode(frames, None)[0][0].float()
 
@@ -94,12 +95,12 @@ class StreamingTAEHV(TAEHV, Codec):
 
 
 def to_codec(frames_THWC: torch.Tensor, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """uint8 [T, H, W, 3] of any size -> [T, 3, *size] in [0, 1]: what TAEHV reads."""
+    """Convert uint8 [T, H, W, 3] of any size to TAEHV's input, [T, 3, *size] in [0, 1]."""
     return functional.interpolate(frames_THWC.permute(0, 3, 1, 2).to(dtype) / 255, size=size, mode="bilinear")
 
 
 def to_pixels(frames_TCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """[T, 3, H, W] in [0, 1] -> uint8 [T, *size, 3]."""
+    """Convert [T, 3, H, W] in [0, 1] to uint8 [T, *size, 3]."""
     x = functional.interpolate(frames_TCHW, size=size, mode="bilinear")
     return (x.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
 
@@ -107,9 +108,9 @@ def to_pixels(frames_TCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 # -- Waypoint-1 --------------------------------------------------------------------------------------------------------
 
 IMAGE_SIZE, IMAGE_CODEC_SIZE = (360, 640), (512, 512)
-"""Height and width of Waypoint-1's frames, and of the image that its autoencoder sees."""
+"""Height and width of Waypoint-1's frames, and of its autoencoder's images."""
 _BLOCKS = (1, 1, 1, 1)
-"""Residual blocks of each of the four stages."""
+"""Residual blocks in each of the four stages."""
 
 
 def _conv(inputs: int, outputs: int, kernel: int, *, bias: bool = True, groups: int = 1) -> nn.Module:
@@ -121,7 +122,7 @@ def _projection(inputs: int, outputs: int, kernel: int, *, bias: bool = True) ->
 
 
 class ResBlock(nn.Sequential):
-    """x + three convolutions of it, the middle one in groups of 16 channels."""
+    """x plus three convolutions of it, the middle one in groups of 16 channels."""
 
     def __init__(self, channels: int) -> None:
         wide = 2 * channels
@@ -191,7 +192,7 @@ class ImageEncoder(ImageStages):
         fold = functional.pixel_unshuffle
         super().__init__(channels, widths, latent_channels, encoder_blocks_per_stage, stage, fold, 1 / 4)
         if not skip_logvar:
-            self.conv_out_logvar = _conv(widths[-1], 1, 3)  # in the file, not used
+            self.conv_out_logvar = _conv(widths[-1], 1, 3)  # in the file, but unused
         self.channels, self.groups = channels, widths[-1] // latent_channels
 
     def forward(self, images_THWC: torch.Tensor) -> torch.Tensor:
@@ -256,7 +257,8 @@ class ImageCodec(Codec):
 
 
 def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> Codec:
-    """The autoencoder of a checkpoint. sizes: its arguments that differ from the released ones."""
+    """Build the autoencoder of a checkpoint; `sizes` are its arguments that differ from the
+    released ones."""
     if config.temporal_compression > 1:
         return StreamingTAEHV(config.channels, **sizes, size=config.codec_size, dtype=dtype)
     return ImageCodec(sizes.get("encoder", {}), sizes.get("decoder", {}), dtype=dtype)

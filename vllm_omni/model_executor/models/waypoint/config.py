@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint checkpoint's sizes (`WaypointConfig`, of `config.yaml`), its controls, and how it is served.
+"""Sizes of a Waypoint checkpoint (`WaypointConfig`, from `config.yaml`), its controls, and its
+serving configuration.
 
-Two generations share the network: Waypoint-1 (gates, text, one video frame a latent) and 1.5 (value residual, no text,
-four video frames a latent). Held by tests/model_executor/models/waypoint/test_waypoint_config.py.
+Two generations share the network: Waypoint-1 (gates, text, one video frame per latent) and 1.5
+(value residual, no text, four video frames per latent).
 """
 
 import itertools
@@ -25,14 +26,14 @@ from vllm_omni.model_executor.streaming.stream import Stream
 logger = logging.getLogger("vllm." + __name__)
 
 CODEC_STRIDE: Final = 16
-"""Pixels of the autoencoder's frame along a side of one latent cell, in both generations."""
+"""Pixels per latent cell side in the autoencoder's frame, in both generations."""
 PROMPT_ROWS: Final = 512
-"""Rows of an encoded prompt. Rows past its end are zero and are attended to all the same."""
+"""Sequence length of an encoded prompt. Padding is zero and takes part in attention."""
 
 DEFAULT_PROMPT: Final = "An explorable world"
-"""Of Waypoint-1, for a session without one."""
+"""Default prompt of Waypoint-1."""
 SIZE_MULTIPLE: Final = 8
-"""Frames are resized to any height and width that are multiples of this."""
+"""Height and width of the video must be multiples of this many pixels."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -127,12 +128,13 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def codec_size(self) -> tuple[int, int]:
-        """Height and width, in pixels, of the frames that the autoencoder of 1.5 reads and makes."""
+        """Height and width in pixels of the autoencoder's frames in 1.5."""
         return self.latent_shape[1] * CODEC_STRIDE, self.latent_shape[2] * CODEC_STRIDE
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """Height and width, in pixels, of the video: 720x1280 or 360x640, which 1.5 squeezes to `codec_size`."""
+        """Height and width in pixels of the video: 720x1280 or 360x640, which 1.5 resizes to
+        `codec_size`."""
         if self.temporal_compression == 1:
             return 360, 640
         height, width = self.codec_size
@@ -140,7 +142,7 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_step(self) -> int:
-        """Rotary positions between two latent frames."""
+        """Distance in rotary positions between two latent frames."""
         return self.base_fps * self.temporal_compression // self.inference_fps
 
     @property
@@ -149,7 +151,8 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> ChunkPlan:
-        """One latent frame a chunk, also the first; the longer kind of ring decides how far a frame sees."""
+        """Chunks of one latent frame, including the first; the longer kind of ring buffer
+        determines how far a frame sees."""
         stride = self.temporal_compression
         return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
 
@@ -170,9 +173,10 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "WaypointConfig":
-        """Read the mapping of a `config.yaml`. Raises ValueError on missing keys and values not implemented.
+        """Read the mapping of a `config.yaml`. Raises ValueError for missing keys and unsupported
+        values.
 
-        Unknown keys are logged and left alone: the published files were not all seen.
+        Unknown keys are logged and ignored, because not all published files were available.
         """
         given = {key: value for key, value in values.items() if value is not None}
         check_implemented(values, "config.yaml", _IMPLEMENTED)
@@ -182,7 +186,8 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return the keys of a `config.yaml` that are read, checked, or known to concern only training."""
+        """Return the keys of a `config.yaml` that are read, validated, or known to concern only
+        training."""
         return frozenset((*cls.__struct_fields__, *_IMPLEMENTED, *_UNUSED))
 
 
@@ -206,7 +211,7 @@ WaypointStream = Stream[WaypointConfig, StreamingOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStream:
-    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     config = WaypointConfig.from_checkpoint(checkpoint["transformer"])
     return Stream(config, StreamingOptions.read_unless(_FIXED, omni.model), config.plan)
 
@@ -237,14 +242,15 @@ _KEYS: Final[Mapping[int, str]] = {
 
 
 def virtual_key(code: int) -> Button:
-    """The button of a virtual-key code; those without a name of their own are named by it, vk_5b."""
+    """Return the button of a virtual-key code; a code without a name gives, for example, vk_5b."""
     name, *codes = _KEYS.get(code, f"vk_{code:02x}").split()
     return Button(name, name.replace("_", " ").capitalize(), tuple(codes))
 
 
 @cache
 def action_space(config: WaypointConfig) -> ActionSpace:
-    """A button for each virtual-key code, the mouse's motion since the last latent frame, the wheel."""
+    """Return one button per virtual-key code, the mouse's motion since the last latent frame, and
+    the wheel."""
     return ActionSpace(
         buttons=tuple(virtual_key(code) for code in range(config.n_buttons)),
         axes=(
@@ -258,5 +264,6 @@ def action_space(config: WaypointConfig) -> ActionSpace:
 
 
 def control_vectors(rows: ActionRows) -> torch.Tensor:
-    """Controls -> fp32 [N, buttons + 3]: mouse dx, dy, then every button, then the wheel's sign."""
+    """Convert controls to fp32 [N, buttons + 3]: mouse dx, dy, then every button, then the wheel's
+    sign."""
     return torch.cat((rows.axes_NA, rows.buttons_NB.float(), rows.scroll_N.sign().unsqueeze(1)), dim=1)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The released Waypoint models on the hub, each with its autoencoder and, for Waypoint-1, its text encoder.
+"""The released Waypoint models on the hub, each with its autoencoder and, for Waypoint-1, its text
+encoder.
 
-Sizes are those that were published or follow from the parameters. The cards of the models say Apache-2.0; the licences
-of the autoencoders' repositories were not seen.
+Sizes were published or follow from the parameters. The model cards state Apache-2.0. The licences
+of the autoencoders' repositories were not available.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ _FILES = ("config.yaml", "model.safetensors")
 
 
 def _v1_5(name: str) -> tuple[HubPiece, ...]:
-    """TAEHV lies in the repository of the transformer."""
+    """Return the files of 1.5; TAEHV is in the transformer's repository."""
     return (HubPiece(f"{_OWNER}/{name}", (*_FILES, "vae/*"), "", 3.8),)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of the released Waypoint networks, by the names that `vllm-omni download` takes.
+"""The configurations of the released Waypoint networks, by their names for `vllm-omni download`.
 
-Only tables: `hub.py` fetches, `checkpoint.py` looks, `plan.py` counts. Held by tests/planning/test_plan_waypoint.py and
-tests/model_executor/models/waypoint/test_waypoint_weights.py.
+This module is only tables: `hub.py` downloads, `checkpoint.py` locates and `plan.py` counts.
 """
 
 from collections.abc import Mapping
@@ -63,7 +62,8 @@ GRIDS: Final[Mapping[str, tuple[int, int]]] = {"waypoint": (16, 32), "waypoint_3
 
 
 def released_config(name: str) -> WaypointConfig:
-    """The configuration of a release of 1.5 (a name of `GRIDS`), for any other name that of Waypoint-1."""
+    """Return the configuration of a release of 1.5 (a name in `GRIDS`), or for other names that of
+    Waypoint-1."""
     if name not in GRIDS:
         return WaypointConfig.from_checkpoint(_WAYPOINT_1)
     height, width = GRIDS[name]

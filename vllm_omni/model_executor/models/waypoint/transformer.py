@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint's causal world transformer: one latent frame a forward, velocity of a rectified flow.
+"""Waypoint's causal world transformer: one latent frame per forward pass, predicting the velocity
+of a rectified flow.
 
-A frame's tokens see each other and the kept frames of every layer's ring; nothing is masked. Noise level and controls
-enter as one vector each: ada-RMS modulation, whose six projections all blocks share (a block only has biases), and a
-small MLP in every few blocks. Waypoint-1 adds gates on heads and cross-attention to a prompt, 1.5 mixes the values of
-its first layer into all others; these travel beside the residual stream from stage to stage.
+The tokens of a frame attend to each other and to the frames in every layer's ring buffer, without a
+mask. Noise level and controls enter as one vector each: ada-RMS modulation with six projections
+shared by all blocks (a block has only biases), and a small MLP in every few blocks. Waypoint-1 adds
+gates on heads and cross-attention to a prompt. 1.5 mixes the values of its first layer into all
+others; pipeline stages send them along with the residual stream.
 
-No step of a forward waits for the device, and numbers that change from frame to frame are tensors there, so that one
-CUDA graph serves all frames of a session.
+No step of a forward pass synchronises with the device. Values that change from frame to frame are
+device tensors, so that one CUDA graph serves all frames of a session.
 
-Maths: written from a description and recorded tensors of the original (README.md); none of its code.
-Held by test_waypoint_parity.py, test_waypoint_transformer.py and test_waypoint_parallel.py in
-tests/model_executor/models/waypoint/.
+Maths: written from a description and recorded tensors of the original (README.md), without its
+code.
 """
 
-# B rows (one frame of one session each), T tokens of a frame, D width, N heads (of this rank), H head dim, C = H/2 lane
-# pairs, S rows of a prompt, E their width, L layers of this stage
+# B batch entries (one frame of one session each), T tokens of a frame, D width, N heads (of this
+# rank), H head dim, C = H/2 channel pairs, S sequence length of a prompt, E its width, L layers of
+# this stage
 
 import copy
 import math
@@ -40,7 +42,7 @@ from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, Waypoin
 from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRings, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
-"""Of every norm, whatever the model's type."""
+"""Epsilon of every norm, for all dtypes."""
 _NOISE_WIDTH = 512
 
 
@@ -54,7 +56,8 @@ class FrequencyTables:
 
     @classmethod
     def of(cls, config: WaypointConfig) -> "FrequencyTables":
-        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not where models are being built
+        # not the default dtype and device, which are set while models are built
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         half, spatial, temporal = _NOISE_WIDTH // 2, config.head_dim // 8, config.head_dim // 4
         noise = torch.pow(10000.0, -torch.arange(half, **exact) / (half - 1))
         fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
@@ -64,13 +67,15 @@ class FrequencyTables:
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32, in the type of `x`."""
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32, in the dtype of
+    `x`."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
 def rms_rotate(x_BTNH: torch.Tensor, cos_BTC: torch.Tensor, sin_BTC: torch.Tensor) -> torch.Tensor:
-    """Normalise each head; rotate lanes (2j, 2j + 1) and return all first components before all second ones."""
+    """Normalise each head, rotate channels (2j, 2j + 1), and return all first components before all
+    second ones."""
     first, second = rms(x_BTNH).float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BTC.unsqueeze(-2), sin_BTC.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x_BTNH.dtype)
@@ -109,20 +114,22 @@ class Chains(chains.Chains):
 
 @dataclass(frozen=True)
 class FrameRow:
-    """Inputs of one row of a forward; on the model's device.
-
-    latents: fp32 [C, h, w]. sigma: noise level, 0 for the pass that makes the K/V that stay. rope: of `rope`.
-    control: of `controls`. window: the session's, where every block writes at `place`. prompt_kv: of
-    `cross_attention_kv`.
-    """
+    """One batch entry of a forward pass; tensors on the model's device."""
 
     latents: torch.Tensor
+    """fp32 [C, h, w]."""
     sigma: float
+    """Noise level; 0 for the clean-context pass."""
     rope: Rotation
+    """Result of `rope`."""
     control: torch.Tensor
+    """Result of `controls`."""
     window: FrameRings
+    """The session's ring buffers, which every block writes to at `place`."""
     place: FramePlace
+    """Where the K/V of the frame are written."""
     prompt_kv: torch.Tensor | None = None
+    """Result of `cross_attention_kv`. None: no prompt."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +175,12 @@ class Build:
 
 
 def mlp(fc1: nn.Module, fc2: nn.Module) -> nn.Sequential:
-    """Two layers, any kind of linear, with SiLU between."""
+    """Two linear layers of any kind, with SiLU between."""
     return nn.Sequential(OrderedDict(fc1=fc1, act=nn.SiLU(), fc2=fc2))
 
 
 def whole_mlp(width: int, hidden: int, out: int) -> nn.Sequential:
-    """On every rank alike: it runs once a frame or less."""
+    """Replicated on every rank, because it runs at most once per frame."""
     return mlp(nn.Linear(width, hidden, bias=False), nn.Linear(hidden, out, bias=False))
 
 
@@ -213,7 +220,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention to a prompt. Its rows past the end are zero and, as in the original, not masked."""
+    """Attention to a prompt. Its padding is zero and, as in the original, not masked."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -239,7 +246,7 @@ class CrossAttention(nn.Module):
 
 
 class ControlFusion(nn.Module):
-    """fc2 silu(fc1_x rms(x) + fc1_c rms(u)): the second product does not depend on x (`term`)."""
+    """fc2 silu(fc1_x rms(x) + fc1_c rms(u)); the second product does not depend on x (`term`)."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -303,7 +310,8 @@ class WaypointTransformer(StageNetwork):
         dim = config.d_model
         self.tables = FrequencyTables.of(config)
         self.graphs = ForwardGraphs() if cuda_graphs else None
-        kept = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]  # few channels; one row
+        # few channels; one token
+        kept = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]
         self._build = Build(
             config, self.parallel, Chains.build(compiled), LinearPrecision(quantization, kept), f"{prefix}.blocks"
         )
@@ -336,7 +344,7 @@ class WaypointTransformer(StageNetwork):
 
     @property
     def num_cache_heads(self) -> int:
-        """Heads whose keys and values this rank keeps."""
+        """Heads of this rank's K/V cache."""
         return self.config.n_kv_heads // self.parallel.tensor_size
 
     @property
@@ -352,14 +360,15 @@ class WaypointTransformer(StageNetwork):
     # -- once a frame or less ------------------------------------------------------------------------------------------
 
     def embed_noise(self, sigma: float) -> torch.Tensor:
-        """Return fp32 [D] of a noise level in [0, 1]; phases are fp32 products, as the network was trained."""
+        """Return fp32 [D] of a noise level in [0, 1]; phases are fp32 products, as in training."""
         phases = torch.tensor(1000.0 * sigma, dtype=torch.float32) * self.tables.noise
         waves = math.sqrt(2) * torch.cat((phases.sin(), phases.cos()))
         embedded: torch.Tensor = self.denoise_step_emb(waves.to(self.device))
         return embedded
 
     def modulation(self, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([L, 6, D], [2, D]) of a noise level: of the blocks, of the head. Kept: there are few levels."""
+        """Return ([L, 6, D], [2, D]) of a noise level, for blocks and head. Cached, because there
+        are few levels."""
         if sigma not in self._modulation:
             embedded = self.embed_noise(sigma)
             blocks = []
@@ -383,13 +392,15 @@ class WaypointTransformer(StageNetwork):
         return torch.stack(terms) if terms else embedded.new_empty(0, embedded.shape[0])
 
     def cross_attention_kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
-        """Return [prompt blocks, 2, S, N, H] of an encoded prompt; rows past its end are zero and take part."""
+        """Return [prompt blocks, 2, S, N, H] of text embeddings; their padding is zero and takes
+        part in attention."""
         rows = prompt_SE.to(self.device, self.dtype)
         kept = [block.cross.keys_values(rows) for block in self.layers if block.cross is not None]
         return torch.stack(kept) if kept else rows.new_empty(0)
 
     def rope(self, frame: int) -> Rotation:
-        """Return (cos, sin) [T, C] of a latent frame, fp32: lanes of x, then y, then time. There is no last frame."""
+        """Return (cos, sin) [T, C] of a latent frame, fp32: channels of x, y, then time. Frame
+        indices are unbounded."""
         time = frame * self.config.time_step * self.tables.time.double()
         cos, sin = (
             torch.cat((spatial, lanes.float().expand(len(spatial), -1)), dim=-1)
@@ -399,7 +410,7 @@ class WaypointTransformer(StageNetwork):
 
     @cached_property
     def _spatial(self) -> Rotation:
-        """(cos, sin) of the lanes of x and y, on the CPU."""
+        """Return (cos, sin) of the channels of x and y, on the CPU."""
         config, lanes = self.config, self.tables.xy.double()
         x = (2 * torch.arange(config.width, dtype=torch.float64) + 1) / config.width - 1
         y = (2 * torch.arange(config.height, dtype=torch.float64) + 1) / config.height - 1
@@ -411,10 +422,10 @@ class WaypointTransformer(StageNetwork):
     # -- a forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, rows: Sequence[FrameRow], hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
-        """Return velocities, fp32 [B, C, h, w]; writes each row's K/V into its window.
+        """Predict velocities, fp32 [B, C, h, w], and write each frame's K/V into its window.
 
-        hidden_BTD: the previous stage's result; stages before the last return theirs. Collective under tensor
-        parallelism.
+        Collective under tensor parallelism. `hidden_BTD` is the result of the previous pipeline
+        stage; earlier stages return hidden states.
         """
         levels = [self.modulation(row.sigma) for row in rows]
         inputs: Inputs = {
@@ -432,7 +443,8 @@ class WaypointTransformer(StageNetwork):
         prompts = {f"prompt{n}": row.prompt_kv for n, row in enumerate(rows) if row.prompt_kv is not None}
         if self.graphs is None:
             return self._predict(rows, inputs | prompts)
-        held = [replace(row, window=copy.copy(row.window)) for row in rows]  # a closed window lets go of its memory
+        # a closed window drops its memory
+        held = [replace(row, window=copy.copy(row.window)) for row in rows]
         fits = tuple(row.place.fits for row in rows)
         return self.graphs(
             fits,
