@@ -42,6 +42,9 @@ ELSEWHERE = {
     ".try_vllm/": "made by scripts/try_vllm.py",
     "times.json": "an example",
     "Worker._make_model_runner": "of vLLM's gpu_worker; this package has an enum of the same name",
+    "vllm_omni/model_executor/models/checkers/": "written by the reader of the tutorial",
+    "_hf_config": "written by the reader of the tutorial",
+    "_detect": "written by the reader of the tutorial",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
 """Names that are neither of this package nor of vLLM, and whose they are."""

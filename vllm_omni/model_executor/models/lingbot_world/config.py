@@ -174,7 +174,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     Default: the checkpoint's."""
     convention: Convention = "realtime"
     """Public implementation to follow where they differ: the `realtime` endpoints, the `original`,
-    SGLang (`sglang`, or `sglang_lazy` with its lazy encode) or vLLM-Omni's pull request 3701
+    SGLang (`sglang`) or vLLM-Omni's pull request 3701
     (`pr3701`). The model's README lists the differences."""
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Shift of the noise schedule. Default: the version's."""

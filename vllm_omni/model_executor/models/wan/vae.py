@@ -129,7 +129,7 @@ class StreamingWanVAE(nn.Module):
     In half precision on CUDA with Triton, both are fused (`FusedEncoder`, `FusedDecoder`) with the
     same weights and caches; `compiled` and `frames_per_call` apply only to other decoders.
     Convolutions run channels-last, the fastest layout of their kernels, and on CPUs as 2-D
-    convolutions (`cpu_layers`).
+    convolutions (`use_cpu_layers`).
 
     Args:
         config: Architecture.
