@@ -57,7 +57,7 @@ NO_CHUNKS_AHEAD = ("lingbot_world", "wan2_2", "lance", "diffusers_pipeline")
 
 AT_START: dict[str, list[Case]] = {
     # README and serving.md
-    "refuses invalid combinations within seconds and with one line": [("null_world", {"no_such_option": 1}, {})],
+    "refuses invalid combinations of options within seconds": [("null_world", {"no_such_option": 1}, {})],
     "An unknown key or a value out of range is an error": [
         ("null_world", {"no_such_option": 1}, {}),
         ("null_world", {"max_sessions": 0}, {}),
@@ -163,22 +163,45 @@ HELD_BY = {
     "one beyond their range is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
     ),
+    # actions.md and the tutorial
+    "`required`, `optional`, or `none` (refused)": (
+        "tests/entrypoints/realtime/test_actions_at_doors.py"
+        "::test_a_first_prompt_or_picture_is_refused_where_there_is_none"
+    ),
+    "before the change the server refused `run`": "tests/docs/test_tutorials.py::test_the_tutorial_works_as_printed",
     # realtime_world_camera.md
     "A start pose in a later request, or for a model without world poses": (
         "tests/environments/test_world_env.py::test_a_start_pose_needs_a_world_with_poses"
     ),
     # web_page.md
-    "is refused at once, a larger picture than the server takes is scaled down": (
+    "The page refuses a file that it cannot decode": (
         "tests/entrypoints/webui/test_web_page.py::test_a_file_that_is_no_picture_does_not_become_a_tile"
     ),
     "`enhance_prompt`, `enable_frame_interpolation` and `enable_upscaling` are refused": (
         "tests/entrypoints/realtime/test_generate_door.py::test_a_bad_init_is_one_error_and_a_good_one_follows"
     ),
-    "A repository that is no model of this package is refused": (
+    "A repository of an unsupported model is refused before its weights are downloaded": (
         "tests/entrypoints/cli/test_hub_ids.py::test_a_repository_of_another_model_is_refused_before_its_weights"
     ),
-    "or its licence must be accepted, the refusal names": (
+    "or if you must accept its licence, the refusal names": (
         "tests/entrypoints/cli/test_hub_ids.py::test_a_release_that_needs_more_than_its_repository_names_the_download"
+    ),
+    "If the server refuses a request permanently": (
+        "tests/entrypoints/webui/test_web_page.py::test_a_refused_request_stops_the_world_until_tried_again"
+    ),
+    # lora.md and session_snapshots.md
+    "it refuses the snapshot with `foreign_snapshot`": (
+        "tests/worker/test_adapters_in_runner.py::test_a_file_says_which_adapters_it_needs"
+    ),
+    "otherwise `replay` refuses it": (
+        "tests/entrypoints/cli/test_replay.py::test_a_recording_names_the_adapters_it_needs"
+    ),
+    # serving.md and the glossary
+    "lists vLLM's arguments that are refused": (
+        "tests/test_engine_arguments.py::test_every_argument_that_is_refused_is_tried_here"
+    ),
+    "finishes chunks, saves sessions and refuses new ones": (
+        "tests/entrypoints/realtime/test_drain.py::test_nothing_new_begins"
     ),
     # lance.md, online
     "Tools, `logprobs`, penalties and other formats are refused": (
@@ -196,7 +219,7 @@ HELD_BY = {
     "These are refused with one line: a method that is not in the table": (
         "tests/model_executor/test_quantized_weights.py::test_missing_scales_are_refused_with_three_examples"
     ),
-    "one that would be ignored, such as `--offload-group-size`": (
+    "An argument that would have no effect, such as `--offload-group-size`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),
     "beside it keeps more (alone it is refused)": (
@@ -249,7 +272,7 @@ HELD_BY = {
     "the script refuses other numbers": (
         "tests/examples/test_offline_lingbot_world.py::test_a_path_that_fills_no_chunk_is_refused"
     ),
-    "Without a policy the server refuses them": (
+    "Without a policy the server refuses the request": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
@@ -260,15 +283,18 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
-    "NaN, Inf and focal lengths that are not positive are refused": (
+    "others, NaN, Inf, focal lengths that are not positive": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
+    ),
+    "principal points outside the picture are refused": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py::test_intrinsics_that_fit_no_picture_are_refused"
     ),
     "A refused request changes nothing": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
-    "a message that is refused changes nothing": (
+    "A refused message has no effect": (
         "tests/entrypoints/realtime/test_generate_door.py::test_a_text_frame_does_not_end_the_session"
     ),
     "Text frames are refused": (
@@ -280,13 +306,13 @@ HELD_BY = {
     "beyond it journals are cut and new sessions refused": (
         "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
     ),
-    "beyond it new sessions are refused and running ones wait": (
+    "Beyond the bound, new sessions are refused and running sessions wait": (
         "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
     ),
     "refuses new connections and `POST`/`PUT` with 503": (
         "tests/entrypoints/realtime/test_drain.py::test_nothing_new_begins"
     ),
-    "live sessions; one more is refused with `capacity`": (
+    "live sessions; a further one is refused with `capacity`": (
         "tests/entrypoints/realtime/test_world_camera_sessions.py::test_capacity_is_said_at_once_and_comes_back"
     ),
     "Further sessions are refused with `capacity`": (
@@ -320,14 +346,14 @@ HELD_BY = {
     "is refused by one whose `degradations` lack `tiny_vae`": (
         "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
-    "the length is refused by the first 8 bytes": (
+    "reads the length first and refuses before the rest arrives": (
         "tests/entrypoints/realtime/test_floods_served.py::"
         "test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes"
     ),
     "sends a body that is refused": (
         "tests/entrypoints/test_body_pace.py::test_refused_bodies_of_one_client_are_read_slowly"
     ),
-    "A snapshot that does not fit is refused before the engine holds anything": (
+    "The server refuses a snapshot that it cannot use before the engine allocates memory": (
         "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
     "a tensor that is missing, left over or of another shape is an error": (
@@ -336,17 +362,13 @@ HELD_BY = {
     "`write_session`, which refuses if a chunk was finished in between": (
         "tests/worker/test_snapshot_refusals.py::test_a_session_that_moved_between_the_two_calls_is_not_torn"
     ),
-    "an aborted, failed or refused chunk": (
+    "n aborted, failed or refused chunk": (
         "tests/worker/test_diffusion_model_runner.py::test_a_chunk_out_of_order_is_refused"
     ),
     "not even one session of the largest shape fits is refused at start": (
         "tests/worker/test_diffusion_model_runner.py::test_sessions_are_bounded_in_bytes"
     ),
     # checkpoints, language models
-    "an unknown key or a value this code does not implement is an error": (
-        "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
-        "::test_what_the_code_does_not_implement_is_an_error"
-    ),
     "Required for that control type, refused for others": (
         "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
         "::test_what_the_code_does_not_implement_is_an_error"
