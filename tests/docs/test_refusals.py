@@ -362,7 +362,7 @@ HELD_BY = {
     "`write_session`, which refuses if a chunk was finished in between": (
         "tests/worker/test_snapshot_refusals.py::test_a_session_that_moved_between_the_two_calls_is_not_torn"
     ),
-    "n aborted, failed or refused chunk": (
+    "An aborted, failed or refused chunk": (
         "tests/worker/test_diffusion_model_runner.py::test_a_chunk_out_of_order_is_refused"
     ),
     "not even one session of the largest shape fits is refused at start": (
