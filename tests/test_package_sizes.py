@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is large: no file, no function, not the runner, not the README."""
+"""Nothing is large: no file, no function, not the runner. Docstrings do not count, so that they may be complete."""
 
 import ast
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "vllm_omni"
-FILE_LINES, FUNCTION_LINES, PAGE_LINES = 500, 100, 100
+FILE_LINES, FUNCTION_LINES = 500, 100
 RUNNER, RUNNER_LINES = PACKAGE / "worker" / "diffusion" / "runner.py", 200
 TOPOLOGY = {"first_stage", "is_first_rank", "is_last_rank", "is_vae_stage", "last_stage", "num_stages", "world_size"}
 """Attributes that say where a rank stands among the others."""
 
 
+def code_lines(path: Path) -> int:
+    """Return the number of lines of a module without its docstrings and the texts below fields."""
+    source = path.read_text()
+    texts = sum(
+        node.end_lineno - node.lineno + 1
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if node.end_lineno is not None
+    )
+    return len(source.splitlines()) - texts
+
+
 def test_no_file_of_the_package_is_long() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    lengths = {path: code_lines(path) for path in PACKAGE.rglob("*.py")}
     assert len(lengths) > 300
     assert {str(path.relative_to(REPO)): lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
 
@@ -33,10 +45,6 @@ def test_no_function_of_the_package_is_long() -> None:
 def test_the_runner_is_short_and_knows_no_topology() -> None:
     """Roles do."""
     source = RUNNER.read_text()
-    assert len(source.splitlines()) <= RUNNER_LINES
+    assert code_lines(RUNNER) <= RUNNER_LINES
     named = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     assert named & TOPOLOGY == set()
-
-
-def test_the_readme_is_one_page() -> None:
-    assert len((REPO / "README.md").read_text().splitlines()) <= PAGE_LINES

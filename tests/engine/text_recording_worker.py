@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed import get_world_group
 
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.worker import SharedGPUWorker
@@ -27,16 +28,29 @@ class TextRecordingWorker(SharedGPUWorker):
         model: Any = self.model_runner.network
         encoders = [module for module in model.modules() if isinstance(module, TextEncoder)]
         log.write(json.dumps(sum(p.numel() for encoder in encoders for p in encoder.parameters())) + "\n")
-        texts = self.model_runner.parts.texts
-        complete = texts.complete
+        driven: Any = self.model_runner.role.model
 
-        def record(beginning: Sequence[Any], received: Mapping[str, torch.Tensor]) -> None:
+        def record(request: Any) -> None:
+            if rows := driven.texts(request):
+                digests = [hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for one in rows]
+                log.write(json.dumps([request.session.session_id, request.session.chunk_index, digests]) + "\n")
+
+        texts = self.model_runner.parts.texts
+        complete, prepare = texts.complete, driven.prepare_encode
+
+        def complete_and_record(beginning: Sequence[Any], received: Mapping[str, torch.Tensor]) -> None:
             complete(beginning, received)
             for request in beginning:
-                if rows := model.texts(request):
-                    digests = [
-                        hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for one in rows
-                    ]
-                    log.write(json.dumps([request.session.session_id, request.session.chunk_index, digests]) + "\n")
+                record(request)
 
-        object.__setattr__(texts, "complete", record)
+        def record_and_prepare(*args: Any, **kwargs: Any) -> Any:
+            result = prepare(*args, **kwargs)
+            request = args[0] if args else kwargs["request"]
+            if request.session is not None:
+                record(request)
+            return result
+
+        if get_world_group().world_size > 1:
+            object.__setattr__(texts, "complete", complete_and_record)
+        else:  # a rank on its own encodes in `prepare_encode`
+            driven.prepare_encode = record_and_prepare

@@ -153,6 +153,7 @@ def test_a_worker_listens_for_answers_once_it_has_sent(monkeypatch: pytest.Monke
         def __init__(self) -> None:
             self.model_runner = events.runner()
 
+    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(world_size=2))
     monkeypatch.setattr(diffusion_worker, "answers_steps", lambda: True)
     monkeypatch.setattr(diffusion_worker, "failing_together", lambda heard: contextlib.nullcontext())
     Worker().execute_model(None)  # type: ignore[arg-type]

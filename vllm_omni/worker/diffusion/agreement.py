@@ -173,8 +173,7 @@ class RankAgreement:
     def clock(self) -> float:
         """Return the time in seconds.
 
-        It is constant with several ranks, so that no session ever counts as idle: clocks differ,
-            and
-        eviction must not differ between ranks.
+        It is constant with several ranks, so that no session ever counts as idle, because clocks
+        differ and eviction must not differ between ranks.
         """
         return time.monotonic() if self._world.world_size == 1 else 0.0

@@ -13,7 +13,6 @@ tests/engine/):
 - With several ranks, every decision before a collective is the same on all of them.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,8 +59,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.place = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage)
         self.agreement = RankAgreement(self.tp, get_world_group())
         self.requests = RequestStates()
-        clock = time.monotonic if get_world_group().world_size == 1 else self.agreement.clock
-        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=clock)
+        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
         self.partition = self.omni.partition
         """Layers of each stage after the last move, or as loaded; () means as even as possible."""
 
