@@ -14,6 +14,7 @@ import pytest
 import snippets as docs
 from helpers.forked_scripts import run_script
 from helpers.ports import port_for_a_server
+from helpers.programs import background_server
 from helpers.waits import seconds, wait_until
 
 from vllm_omni.testing.tiny.language_model import write_tiny_language_model
@@ -117,29 +118,14 @@ def test_a_snippet_of_a_client_runs(snippet: docs.Snippet, reader: Callable[[doc
     """Against the server that its page starts."""
     folder, port = reader(snippet), port_for_a_server()
     prepare(snippet.path, folder)
-    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main"]
-    log = folder / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [*command, *docs.server_command(snippet.path, folder, port)],
-            cwd=folder,
-            env=printed_environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
+    arguments = docs.server_command(snippet.path, folder, port)
+    with background_server(arguments, folder, printed_environment()) as (server, log):
         wait_until(lambda: is_healthy(server, port), 600, lambda: log.read_text()[-3000:], every_s=0.5)
         script = docs.write_script(snippet, folder, port)
         ended = subprocess.run(
             [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=seconds(200), check=False
         )
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:] + log.read_text()[-2000:]
-    finally:
-        server.terminate()
-        try:
-            server.wait(seconds(60))
-        except subprocess.TimeoutExpired:
-            server.kill()
 
 
 def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import snippets as docs
 from helpers.ports import port_for_a_server
+from helpers.programs import background_server
 from helpers.waits import seconds, wait_until
 
 from vllm_omni.entrypoints.media import decode_mp4
@@ -72,16 +73,7 @@ class Checkout:
         """Run `vllm serve` of the page on a free port. Yields the port when the server accepts sessions."""
         port = port_for_a_server()
         words = [*command[1 : command.index("--port")], "--port", str(port)]
-        log = self.folder / "server.log"
-        with log.open("wb") as output:
-            server = subprocess.Popen(
-                [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", *words],
-                cwd=self.folder,
-                env=self.environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
+        with background_server(words, self.folder, self.environment) as (server, log):
             wait_until(
                 lambda: server.poll() is not None or "Application startup complete" in log.read_text(),
                 600,
@@ -90,12 +82,6 @@ class Checkout:
             )
             assert server.poll() is None, log.read_text()[-3000:]
             yield port
-        finally:
-            server.terminate()
-            try:
-                server.wait(seconds(60))
-            except subprocess.TimeoutExpired:
-                server.kill()
 
 
 def parts(*, changed: bool) -> list[docs.Snippet]:

@@ -10,8 +10,10 @@ import contextlib
 import faulthandler
 import os
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -57,6 +59,39 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s:
     if program.returncode != 0:
         pytest.fail(f"{command[0]} {ending}; its output ended with:\n{text[-_SHOWN:]}")
     return text
+
+
+@contextmanager
+def background_server(
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    """Run the package's command line in `folder`, as a guide's reader does.
+
+    Args:
+        arguments: Arguments of the command, for example `serve` and its options.
+        folder: Working directory; `server.log` in it receives all output.
+        environment: Environment of the process.
+
+    Yields:
+        The process, which is terminated afterwards, and the path of its log.
+    """
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield server, log
+    finally:
+        server.terminate()
+        try:
+            server.wait(seconds(60))
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def _kill_tree(program: "subprocess.Popen[bytes]") -> None:
